@@ -41,7 +41,7 @@ _OTHER_NAMES = {
 }
 _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
 # The error of a collective operator, op by op or in a graph.
-_LOST = re.compile(r"Launch kernel failed\S* .*(All|Broadcast|Reduce|Gather)")
+_LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
 
 

@@ -394,7 +394,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         chosen = chosen_of(self.windows, network)
         check_claims(_OWNER, chosen)
-        self.window.note_step()
+        chosen[0].note_step()
         if not self.sync_gradients:
             return None
         return _one_or_all(tuple(self.window.step(trained) for trained in chosen))

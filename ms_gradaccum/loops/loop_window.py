@@ -38,7 +38,6 @@ class LoopWindow:
     batches = 0  # Number of batches in the window, the current one included. The buffers have the number, too.
     steps = 0  # Number of batches that the window shall have; 0 if the next one decides it.
     updates = 0  # Number of updates made.
-    empty_steps = 0  # Number of calls of step() before anything was added.
     is_saved = False  # True if a state was saved in the current batch, which then has no further loss.
     _has_warned_of_rows = _has_warned_of_open = False
     # The open contexts of no_sync(), and whether the current batch has begun inside one.
@@ -257,14 +256,6 @@ class LoopWindow:
         if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
             raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
         self.is_saved = self.in_batch
-
-    def note_step(self) -> None:
-        """Warn, once, if the program asks for updates and has added nothing."""
-        self.empty_steps += self.events.micro_batches == 0
-        if self.empty_steps == 4:
-            self.empty_steps += 1
-            remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
-            warn(str(disorder("step() must follow backward()", "the first 4 without one, so nothing trains", remedy)))
 
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""

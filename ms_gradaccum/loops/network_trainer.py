@@ -38,6 +38,7 @@ class TrainedNetwork(Window):
     # The last clip of the caller, for a process that joins in an update of the others.
     last_clip: nn.Cell | None = None
     thrown_away = 0  # Number of full windows that the caller has discarded.
+    empty_steps = 0  # Number of calls of step() before anything was added.
 
     def __init__(
         self,
@@ -151,6 +152,17 @@ class TrainedNetwork(Window):
             parameter.grad = None
         self.add_grads(grads, weight, loss, weight, same_batch)
         return loss
+
+    def note_step(self) -> None:
+        """Warn, once, if the program asks for updates and has added nothing."""
+        if self.micro_steps.events.micro_batches == 0:
+            self.empty_steps += 1
+            if self.empty_steps == 4:
+                got, remedy = (
+                    "the first 4 without one",
+                    "Call accumulator.backward(loss, weight=rows) for that of a loss.",
+                )
+                warn(str(disorder("step() must follow backward()", f"{got}, so nothing has been trained yet", remedy)))
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that begins so: it has no step(), or calls it too late."""

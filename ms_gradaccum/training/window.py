@@ -27,6 +27,8 @@ from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gr
 
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
 WATCHED_WINDOWS = 4
+# The windows in which the ranks compare what they train.
+COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 # How often windows have updated the parameter with an id.
 _UPDATES: Counter[int] = Counter()
 _MIXTURE = (
@@ -166,7 +168,7 @@ class Window:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
                 # After the sums, which some ranks may have sent with their last micro batch.
-                if self.ended & (self.ended - 1) == 0:
+                if self.ended in COMPARED_WINDOWS:
                     self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:

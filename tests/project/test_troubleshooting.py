@@ -366,6 +366,13 @@ def a_python_value_that_changes(monkeypatch, _):
     step_of(Times(None), compile=True)(*LINES, 2.0)
 
 
+@says("For 'Accumulator', step() must follow backward(), but got the first 4 without one")
+def steps_without_a_backward_pass(*_):
+    accumulator = accumulator_of()
+    for _ in range(4):
+        accumulator.step()
+
+
 @says("For 'Accumulator', a full window must be followed by step()")
 def no_step(*_):
     accumulator = accumulator_of()
