@@ -47,11 +47,6 @@ def copy_after(number: Tensor, done: object) -> Tensor:
     return ops.depend(number, done) + 0.0
 
 
-def few_rows(array: Array) -> Array:
-    """Return up to 7 rows. The way to the host takes less time than a slice of a tensor, or a hash of all rows."""
-    return array[:: len(array) // 4 or 1] if array.ndim else array
-
-
 def scalar(value: Tensor | float) -> Tensor:
     """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
     # A redundant cast would cost time where a network runs op by op.

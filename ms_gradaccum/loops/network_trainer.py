@@ -11,11 +11,11 @@ from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import as_array
+from ms_gradaccum.backend.kept_state import few_rows
 from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.plain_state import assign_in_place
-from ms_gradaccum.backend.tensors import few_rows, map_tensors
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.schedule import AccumulationConfig
@@ -132,7 +132,7 @@ class TrainedNetwork(Window):
             self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
             # Zeros, Inf and NaN are the same for any data.
-            rows = [few_rows(as_array(each)) for each in added]
+            rows = [few_rows(each) for each in added]
             self.note_first("gradients", [each for each in rows if np.isfinite(each).all() and each.any()])
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None

@@ -18,7 +18,8 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.tensors import Array, few_rows
+from ms_gradaccum.backend.kept_state import few_rows
+from ms_gradaccum.backend.tensors import Array
 
 # The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
@@ -60,6 +61,7 @@ class _Collective(nn.Cell):
 def gather_values(value: object) -> list[Any]:
     """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
+    data = data.ljust(1 << len(data).bit_length())  # Each length takes a graph of its own, so there are few.
     return [json.loads(each) for each in _gather_bytes(data, gather_counts(len(data)))]
 
 
@@ -169,7 +171,7 @@ def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
     total = hashlib.sha256()
     for each in parameters:
         total.update(f"{each.name}{each.dtype}{each.shape}{each.requires_grad}".encode())
-        total.update((few_rows(each.asnumpy()) if sampled else each.asnumpy()).tobytes())
+        total.update((few_rows(each) if sampled else each.asnumpy()).tobytes())
     return total.hexdigest()
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.backend.kept_state import Changes, KeptTensors, _fingerprint
+from ms_gradaccum.backend import kept_state
+from ms_gradaccum.backend.kept_state import Changes, KeptTensors, _fingerprint, few_rows
 
 SHAPES = st.sampled_from([(), (1,), (7,), (3, 5), (4096 * 8 + 3,), (2, 0)])
 KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
@@ -73,3 +74,13 @@ def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
     network(ops.ones((2, 3, 4)))
     assert any(before[name] is not value for name, value in vars(network.attention).items())
     assert changes.find() == [] and changes.names() == ["'Attending.calls'"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (9, 2), (100,), (2, 0)])
+def test_a_slice_of_a_device_has_the_rows_of_the_host(monkeypatch, shape, mode):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    parameter = Parameter(Tensor(values), "values")
+    own = few_rows(parameter)
+    assert own.size == values.size if values.size < 4 else own.shape[0] in range(4, 8) or own.size == 0
+    monkeypatch.setattr(kept_state, "device_target", lambda: "GPU")
+    np.testing.assert_array_equal(few_rows(parameter), own)
