@@ -1,5 +1,6 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,6 @@ class TrainedNetwork(Window):
     has_batch = False  # True if something of the current batch is in the buffers.
     # The last clip of the caller, for a process that joins in an update of the others.
     last_clip: nn.Cell | None = None
-    thrown_away = 0  # Number of full windows that the caller has discarded.
-    empty_steps = 0  # Number of calls of step() before anything was added.
 
     def __init__(
         self,
@@ -64,6 +63,7 @@ class TrainedNetwork(Window):
         most = config.accumulation_steps if config.schedule is None else MAX_INT
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
+        self.mistakes: Counter[str] = Counter()
         # Two graphs: one with gradients, and one without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.at_once = self.add_grads_cell.fits_kernels()
@@ -154,23 +154,23 @@ class TrainedNetwork(Window):
         return loss
 
     def note_step(self) -> None:
-        """Warn, once, if the program asks for updates and has added nothing."""
+        """Warn of a loop that asks for updates and has added nothing."""
         if self.micro_steps.events.micro_batches == 0:
-            self.empty_steps += 1
-            if self.empty_steps == 4:
-                got, remedy = (
-                    "the first 4 without one",
-                    "Call accumulator.backward(loss, weight=rows) for that of a loss.",
-                )
-                warn(str(disorder("step() must follow backward()", f"{got}, so nothing has been trained yet", remedy)))
+            remedy = "Call accumulator.backward(loss, weight=rows) for that of a loss."
+            self._note_mistake("step() must follow backward()", "the first 4 without one", remedy)
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that begins so: it has no step(), or calls it too late."""
         self.discard()
-        self.thrown_away += 1
-        if self.thrown_away == 4 and self.micro_steps.events.updates == 0:
-            got = "zero_grad() for the first 4, so nothing has been trained yet"
-            warn(str(disorder("a full window must be followed by step()", got, "Call step() before zero_grad().")))
+        if self.micro_steps.events.updates == 0:
+            got, remedy = "zero_grad() for the first 4", "Call step() before zero_grad()."
+            self._note_mistake("a full window must be followed by step()", got, remedy)
+
+    def _note_mistake(self, rule: str, got: str, remedy: str) -> None:
+        """Warn of a mistake when it is made for the fourth time."""
+        self.mistakes[rule] += 1
+        if self.mistakes[rule] == 4:
+            warn(str(disorder(rule, f"{got}, so nothing has been trained yet", remedy)))
 
 
 def _none_of(empty: Tensor, grad: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -29,8 +29,8 @@ from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gr
 WATCHED_WINDOWS = 4
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-# How often windows have updated the parameter with an id.
-_UPDATES: Counter[int] = Counter()
+# All windows of the program, which may update each other's networks.
+_windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
 _MIXTURE = (
     "For '{owner}', the parameters of the network must stay as they are in a window, but another step has updated some "
     "between its batches, so that its gradient is a mixture. Split whole batches, with GradAccumulation(network, "
@@ -75,6 +75,8 @@ class Window:
         # The learning rates at each batch of the open window, and how often the network's parameters were updated.
         self._seen: list[tuple[list[float], int]] = []
         self._in_use = threading.Lock()
+        self.updates_made = 0
+        _windows.add(self)
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
@@ -122,7 +124,12 @@ class Window:
     def watch(self) -> None:
         """Note what must not change between the batches of the first windows."""
         rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
-        self._seen.append((rates, sum(_UPDATES[id(each)] for each in self.network.get_parameters())))
+        own = {id(parameter) for parameter in self.network.get_parameters()}
+        self._seen.append((rates, sum(each.updates_made for each in _windows if each.updates_any(own))))
+
+    def updates_any(self, parameters: set[int]) -> bool:
+        """Return whether it updates some of these parameters, given by their ids."""
+        return any(id(each) in parameters for reducer in self.reducers for each in reducer.replicas())
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
         """Discard the window if the failed batch was added in part, and join its collectives."""
@@ -189,8 +196,7 @@ class Window:
                     reducer.buffer.clear()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
-            for optimizer in self.optimizers if updated else ():
-                _UPDATES.update(map(id, optimizer.parameters))
+            self.updates_made += updated
             if self.loss_scale.searches:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # One of the other optimizers can have overflowed.
