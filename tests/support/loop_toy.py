@@ -1,6 +1,7 @@
 """The linear toy in a loop that its user writes: four batches of two rows each, [1, 2], [3, 4], [5, 6] and [7, 8]."""
 
 import functools
+from collections import Counter
 
 import mindspore.experimental.optim as experimental
 import numpy as np
@@ -40,7 +41,7 @@ def renew(accumulator, config=None):
     accumulator.drop()
     accumulator.events = Events("Accumulator")
     for trained in accumulator.windows:
-        trained.micro_steps.events, trained.thrown_away = accumulator.events, 0
+        trained.micro_steps.events, trained.mistakes = accumulator.events, Counter()
     accumulator.window = LoopWindow(config or accumulator.config, accumulator.windows, accumulator.events)
 
 
