@@ -265,9 +265,9 @@ def is_lost(owner: str, error: BaseException) -> bool:
     lost = _LOST.search(f"{error}") is not None
     if lost and not f"{error}".startswith("For '"):
         error.args = (
-            f"For '{owner}', the ranks must do the same in the same order, but another rank did not answer, or with "
-            f"something else: one of them has saved, stopped, flushed or evaluated alone, has other numbers of batches "
-            f"or, where the network itself communicates, of micro batches, or has ended. Look into all logs.\n{error}",
+            f"For '{owner}', the ranks must do the same in the same order, but another rank gave no answer, or sent "
+            f"another message. Perhaps one of them has saved, stopped, flushed or evaluated alone, has another number "
+            f"of batches (of micro batches, where the network communicates), or has ended. See all logs.\n{error}",
         )
     return lost
 

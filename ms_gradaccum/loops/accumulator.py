@@ -224,7 +224,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, whichever of its optimizers is asked."""
-        is_due = trained.is_open or len(trained.optimizers) == 1 or not self.events.micro_batches
+        trained.note_step()
+        is_due = trained.is_open or len(trained.optimizers) == 1
         return self.step(network=trained.names[0]) if is_due else None
 
     @property

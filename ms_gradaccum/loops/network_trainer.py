@@ -12,7 +12,7 @@ from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import few_rows
+from ms_gradaccum.backend.kept_state import as_array
 from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.plain_state import assign_in_place
@@ -107,9 +107,10 @@ class TrainedNetwork(Window):
         _check_rows(same_batch, rows, self.micro_steps.rows)
         for buffer, weight in zip(buffers, weights):
             assign_in_place(buffer.weight, weight)  # A compiled loop would go on with the old memory.
+        loss: Tensor = outputs[0][0]
         if self.micro_steps.gives_mean:
-            return as_dtype(outputs[0][0], ms.float32)
-        loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
+            return as_dtype(loss + 0.0 if isinstance(loss, Parameter) else loss, ms.float32)
+        loss = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float, same_batch: bool = False) -> None:
@@ -132,8 +133,8 @@ class TrainedNetwork(Window):
             self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
             # Zeros, Inf and NaN are the same for any data.
-            rows = [few_rows(each) for each in added]
-            self.note_first("gradients", [each for each in rows if np.isfinite(each).all() and each.any()])
+            arrays = [as_array(each) for each in added]
+            self.note_first("gradients", [each for each in arrays if np.isfinite(each).all() and each.any()])
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)
@@ -154,10 +155,11 @@ class TrainedNetwork(Window):
         return loss
 
     def note_step(self) -> None:
-        """Warn of a loop that asks for updates and has added nothing."""
-        if self.micro_steps.events.micro_batches == 0:
-            remedy = "Call accumulator.backward(loss, weight=rows) for that of a loss."
-            self._note_mistake("step() must follow backward()", "the first 4 without one", remedy)
+        """Warn of a loop that asks for updates and has handed over no gradients, which parameters have."""
+        has_grads = any(getattr(each, "grad", None) is not None for each in self.micro_steps.parameters)
+        if has_grads and self.micro_steps.events.micro_batches == 0:
+            remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
+            self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that begins so: it has no step(), or calls it too late."""

@@ -26,6 +26,10 @@ _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
 
+class RanksDiffer(RuntimeError):
+    """Error that all ranks raise at the same time."""
+
+
 class World(NamedTuple):
     """The rank of this process and the number of processes."""
 
@@ -145,7 +149,7 @@ def compare_ranks(
                 f"0. Load a checkpoint, step a scheduler and change parameters on all ranks or on none."
             )
             if is_first:
-                raise RuntimeError(text)
+                raise RanksDiffer(text)
             warn(text)
             return False
     return True
@@ -170,7 +174,7 @@ def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
     """Return a hash of ``parameters``: of their names, types, shapes and values, or of a few rows."""
     total = hashlib.sha256()
     for each in parameters:
-        total.update(f"{each.name}{each.dtype}{each.shape}{each.requires_grad}".encode())
+        total.update(f"{each.name}{each.dtype}{each.shape}".encode())
         total.update((few_rows(each) if sampled else each.asnumpy()).tobytes())
     return total.hexdigest()
 
@@ -184,7 +188,7 @@ def strangers(parameters: Iterable[Parameter]) -> list[int]:
 def check_equal(parameters: Iterable[Parameter]) -> None:
     """Raise on every rank if the ranks' weights differ after an update. Collective."""
     if ranks := strangers(parameters):
-        raise RuntimeError(
+        raise RanksDiffer(
             f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
             f"from rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
         )

@@ -18,7 +18,7 @@ from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import compare_ranks
+from ms_gradaccum.parallel.world import RanksDiffer, compare_ranks
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -33,8 +33,8 @@ COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 _windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
 _MIXTURE = (
     "For '{owner}', the parameters of the network must stay as they are in a window, but another step has updated some "
-    "between its batches, so that its gradient is a mixture. Split whole batches, with GradAccumulation(network, "
-    "micro_size), or take all gradients before the updates."
+    "between its batches, so that its gradient is a mixture if its loss uses them. Split whole batches, with "
+    "GradAccumulation(network, micro_size), or take all gradients before the updates."
 )
 
 
@@ -72,8 +72,10 @@ class Window:
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The learning rates at each batch of the open window, and how often the network's parameters were updated.
-        self._seen: list[tuple[list[float], int]] = []
+        # The other windows that update some of the network, and at each batch of the open window the learning rates and
+        # the numbers of their updates.
+        self._others: list[Window] = []
+        self._seen: list[tuple[list[float], list[int]]] = []
         self._in_use = threading.Lock()
         self.updates_made = 0
         _windows.add(self)
@@ -123,9 +125,11 @@ class Window:
 
     def watch(self) -> None:
         """Note what must not change between the batches of the first windows."""
+        if not self._seen:
+            own = {id(parameter) for parameter in self.network.get_parameters()}
+            self._others = [each for each in _windows if each is not self and each.updates_any(own)]
         rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
-        own = {id(parameter) for parameter in self.network.get_parameters()}
-        self._seen.append((rates, sum(each.updates_made for each in _windows if each.updates_any(own))))
+        self._seen.append((rates, [each.updates_made for each in self._others]))
 
     def updates_any(self, parameters: set[int]) -> bool:
         """Return whether it updates some of these parameters, given by their ids."""
@@ -154,13 +158,13 @@ class Window:
         if self.several and self.is_alike:
             rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            self.is_alike = compare_ranks(self.owner, self.first or [], rates, shared, self.ended <= 1)
+            self.is_alike = compare_ranks(self.owner, self.first or [], rates, shared, not self.updates_made)
             self.first = []
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error, which a program may catch."""
         can = self.several and not (is_lost(self.owner, error) or self.comes_reduced)
-        return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
+        return can and isinstance(error, Exception) and not isinstance(error, (StopIteration, RanksDiffer))
 
     def partial_output(self) -> StepOutput:
         output = self.ends[0].run_partial_report()
@@ -273,7 +277,8 @@ class Window:
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip, self.has_loss, self._seen = False, None, None, True, []
+        self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
+        self._seen, self._others = [], []
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()

@@ -180,7 +180,7 @@ def apart(what):
     )
 
 
-@pytest.mark.parametrize("key", ["loaded", "loaded, level1", "loaded, loop"])
+@pytest.mark.parametrize("key", ["loaded", "loaded, level1", "loaded, loop", "loaded, loop of two, joined"])
 def test_what_one_rank_alone_has_loaded_before_the_first_window_is_an_error_on_all(key, two):
     for report in two:
         said = report[f"errors apart {key}"]

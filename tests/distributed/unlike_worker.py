@@ -321,6 +321,24 @@ def train_apart(key, window, changes, parallel="auto", loops=False):
         step.flush()
 
 
+def train_two_apart(key):
+    """Two networks in a loop; rank 1 has other weights, and its data end early."""
+    losses = [nn.WithLossCell(build_network(), nn.MSELoss()) for _ in range(2)]
+    accumulator = Accumulator(losses, [nn.SGD(loss.trainable_params(), 0.1) for loss in losses], 2)
+    if rank:
+        load_last_layer(losses[0].backbone_network, None)
+    data = [[Tensor(array) for array in share(batch(number), rank, 2)] for number in range(2 - rank)]
+    with noting(f"apart {key}") as errors:
+        try:
+            for inputs in accumulator.prepare(data):
+                with accumulator.accumulate():
+                    for loss in losses:
+                        accumulator.backward(*inputs, network=loss)
+                    accumulator.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+
 def load_last_layer(network, optimizer):
     network[-1].bias.set_data(Tensor(np.array([1.0, 2.0, 3.0], np.float32)))
 
@@ -392,6 +410,7 @@ def main():
         meet_what_is_not_finite()
         for key, parallel in (("loaded", "auto"), ("loaded, level1", HSDP(threshold=0)), ("loaded, loop", "auto")):
             train_apart(key, 0, load_last_layer, parallel, loops="loop" in key)
+        train_two_apart("loaded, loop of two, joined")
         train_apart("loaded late", 2, load_last_layer)
         train_apart("loaded last", 4, load_last_layer)
         train_apart("rate", 2, lambda _, optimizer: ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32)))

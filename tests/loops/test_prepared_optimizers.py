@@ -66,6 +66,15 @@ def test_two_optimizers_of_a_network_make_one_update():
     assert [output is None for output in outputs] == [True, True, False, True] and accumulator.events.updates == 1
 
 
+def test_two_optimizers_of_a_network_make_no_update_of_an_empty_window():
+    network = nn.SequentialCell(nn.Dense(1, 1), nn.Dense(1, 1))
+    optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
+    accumulator = loop_of(network, optimizers, 1)
+    accumulator.prepare(*optimizers)
+    with accumulator.accumulate():
+        assert [optimizer.step() for optimizer in optimizers] == [None, None]
+
+
 def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
     network = line()
     optimizer = sgd(network)

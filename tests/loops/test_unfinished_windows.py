@@ -248,6 +248,20 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
     assert len(told) == (face in ("steps", "Accumulator"))
 
 
+def test_a_step_that_is_freed_inside_a_window_has_updated_nothing_there():
+    network = line()
+    loss = nn.WithLossCell(network, nn.MSELoss())
+    before = TrainOneStepCell(loss, sgd(network))
+    before(*FOUR[0])
+    step = TrainOneStepCell(loss, sgd(network), accumulation_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*FOUR[1])
+        del before
+        gc.collect()
+        step(*FOUR[2])
+
+
 def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
     network = nn.Dense(1, 1, "zeros", "zeros")
     optimizers = [nn.SGD([network.weight], 0.02), nn.SGD([network.bias], 0.02)]
