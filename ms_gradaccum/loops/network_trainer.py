@@ -156,8 +156,9 @@ class TrainedNetwork(Window):
 
     def note_step(self) -> None:
         """Warn of a loop that asks for updates and has handed over no gradients, which parameters have."""
-        has_grads = any(getattr(each, "grad", None) is not None for each in self.micro_steps.parameters)
-        if has_grads and self.micro_steps.events.micro_batches == 0:
+        steps = self.micro_steps
+        is_new = steps.events.micro_batches == 0
+        if is_new and any(getattr(each, "grad", None) is not None for each in steps.parameters):
             remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
             self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
 
