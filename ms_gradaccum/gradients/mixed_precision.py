@@ -141,8 +141,8 @@ def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence
 
 
 # The type of the argument `mixed_precision`.
-_Chooser = amp.LossScaler | amp.LossScaleManager | nn.DynamicLossScaleUpdateCell | nn.FixedLossScaleUpdateCell
-PrecisionChoice = Name | MixedPrecision | _Chooser | None
+_UpdateCell = nn.DynamicLossScaleUpdateCell | nn.FixedLossScaleUpdateCell
+PrecisionChoice = Name | MixedPrecision | amp.LossScaler | amp.LossScaleManager | _UpdateCell | None
 # The settings of each name.
 NAMES: dict[str, MixedPrecision] = {
     "fp16": MixedPrecision(ms.float16, "O1"),

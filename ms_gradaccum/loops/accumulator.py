@@ -224,9 +224,10 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, whichever of its optimizers is asked."""
+        if trained.is_open or len(trained.optimizers) == 1:
+            return self.step(network=trained.names[0])
         trained.note_step()
-        is_due = trained.is_open or len(trained.optimizers) == 1
-        return self.step(network=trained.names[0]) if is_due else None
+        return None
 
     @property
     def gradient_accumulation_steps(self) -> int:

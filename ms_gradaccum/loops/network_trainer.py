@@ -133,8 +133,8 @@ class TrainedNetwork(Window):
             self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
             # Zeros, Inf and NaN are the same for any data.
-            arrays = [as_array(each) for each in added]
-            self.note_first("gradients", [each for each in arrays if np.isfinite(each).all() and each.any()])
+            telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
+            self.note_first("gradients", telling)
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)

@@ -25,7 +25,7 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
-# The number of windows in which the learning rate, which is read from the device, is checked for changes.
+# The number of windows that are checked for changes of the learning rate, a read of the device, and of the network.
 WATCHED_WINDOWS = 4
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,7 +49,7 @@ class Window:
     is_counted = False  # True if the batch under way is another loss of one that is counted.
     has_loss = True  # False if gradients of the window came without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
-    watched = 0  # The number of windows in which the learning rate was checked.
+    watched = 0  # The number of windows that were checked for changes inside.
     # The first batch or gradients of this rank, if there are several: what it is, and its hash.
     first: list[str] | None = None
     ended, is_alike = 0, True  # The number of windows that have ended; whether the ranks have always trained alike.
@@ -128,8 +128,10 @@ class Window:
         if not self._seen:
             own = {id(parameter) for parameter in self.network.get_parameters()}
             self._others = [each for each in _windows if each is not self and each.updates_any(own)]
-        rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
-        self._seen.append((rates, [each.updates_made for each in self._others]))
+        self._seen.append((self._rates(), [each.updates_made for each in self._others]))
+
+    def _rates(self) -> list[float]:
+        return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
 
     def updates_any(self, parameters: set[int]) -> bool:
         """Return whether it updates some of these parameters, given by their ids."""
@@ -156,9 +158,8 @@ class Window:
     def compare_ranks(self) -> None:
         """Compare what the ranks have begun with and what they train. Collective: also for those without a batch."""
         if self.several and self.is_alike:
-            rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            self.is_alike = compare_ranks(self.owner, self.first or [], rates, shared, not self.updates_made)
+            self.is_alike = compare_ranks(self.owner, self.first or [], self._rates(), shared, not self.updates_made)
             self.first = []
 
     def goes_on(self, error: BaseException) -> bool:
@@ -228,7 +229,7 @@ class Window:
 
     def _check_changes(self) -> None:
         """Warn if the learning rate, or what another step updates, has changed between a window's first batches."""
-        seen, self.watched, self._seen = self._seen, self.watched + 1, []
+        seen, self.watched = self._seen, self.watched + 1
         if any(rates != seen[0][0] for rates, _ in seen):
             self.watched = WATCHED_WINDOWS
             warn(
