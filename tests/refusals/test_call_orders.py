@@ -392,6 +392,11 @@ class AccumulatorOrders(Modelled):
     def teardown(self):
         if hasattr(self, "folder"):
             self.folder.cleanup()
+            # Contexts that are left open would end whenever they are collected, in the loop of the next example.
+            if self.context is not None:
+                self.leave()
+            while self.withholding:
+                self.withhold_no_more()
 
     @invariant()
     def is_as_modelled(self):
