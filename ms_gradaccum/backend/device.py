@@ -56,6 +56,13 @@ def multiply(dtype: ms.Type) -> None:
         ops.matmul(ones, ones).asnumpy()
 
 
+def clamps_overflow() -> bool:
+    """Return whether an overflow gives the largest number of its format, as in Ascend's saturation mode, and no Inf."""
+    with op_by_op():
+        largest = Tensor(np.float16(65504.0))
+        return bool(np.isfinite((largest + largest).asnumpy()))
+
+
 def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, object]) -> bool:
     """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements."""
     # A calling thread that runs the graph takes no part in multi-threaded kernels but spins until they end, which is

@@ -16,7 +16,7 @@ from mindspore.ops import functional as F
 from mindspore.train.amp import _OutputTo32
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
-from ms_gradaccum.backend.device import device_target, multiply
+from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.clipping import groups_of
@@ -203,7 +203,8 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    if settings.dtype == ms.bfloat16 and device_target() == ms.get_context("device_target"):
+    runs_here = device_target() == ms.get_context("device_target")
+    if settings.dtype == ms.bfloat16 and runs_here:
         try:
             multiply(ms.bfloat16)
         except Exception as error:
@@ -215,6 +216,10 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     elif settings.dtype == ms.float16:
         factors = settings.growth_factor, settings.backoff_factor
         scale = dynamic_loss_scale(settings.init_scale, *factors, settings.growth_interval)
+    if scale.scales and scale.skips_overflow and runs_here:
+        rule, got = "one without a search for Inf on a device that has none", "a loss scale in Ascend's saturation mode"
+        remedy = "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
+        require(not clamps_overflow(), owner, "mixed_precision", rule, got, remedy)
     # Read on the host without an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
     text = f"{settings!r}, {type(settings.loss_scale).__name__}, {number}"

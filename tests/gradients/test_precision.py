@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum.backend import device
 from ms_gradaccum.gradients import mixed_precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
@@ -255,6 +256,29 @@ def test_bfloat16_needs_no_scale_where_the_device_has_it():
     with mock.patch.object(ops, "matmul"):
         found = mixed_precision.check_precision("Model", "bf16")
     assert (found.level, found.dtype, number(found.loss_scale.value())) == ("O1", ms.bfloat16, 1)
+
+
+def clamped(total):
+    """The sum as a device in saturation mode has it."""
+    return np.clip(total, -65504.0, 65504.0)
+
+
+def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
+    assert not device.clamps_overflow()
+    add = Tensor.__add__
+    monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(clamped(add(a, b).asnumpy())))
+    assert device.clamps_overflow()
+    text = (
+        "For 'Model', the argument 'mixed_precision' must be one without a search for Inf on a device that has none, "
+        "but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and "
+        "later), or train in float32 or bfloat16."
+    )
+    for searching in ("fp16", "O2", amp.DynamicLossScaler(1024.0, 2, 50), amp.FixedLossScaleManager(8.0)):
+        with pytest.raises(ValueError, match=whole(text)):
+            mixed_precision.check_precision("Model", searching)
+    # MindSpore's own step does not look for an overflow there either.
+    for other in (None, amp.FixedLossScaleManager(8.0, drop_overflow_update=False)):
+        mixed_precision.check_precision("Model", other)
 
 
 MANAGER = amp.FixedLossScaleManager(8.0)
