@@ -27,7 +27,7 @@ from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.window import WATCHED_WINDOWS, Window
+from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
 
@@ -118,7 +118,7 @@ class TrainedNetwork(Window):
         number = check_loss(_OWNER, loss)
         _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
-        if self.watched < WATCHED_WINDOWS:
+        if self.is_watched:
             self.watch()
         counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])

@@ -49,7 +49,7 @@ class Window:
     is_counted = False  # True if the batch under way is another loss of one that is counted.
     has_loss = True  # False if gradients of the window came without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
-    watched = 0  # The number of windows that were checked for changes inside.
+    is_watched = True  # True while the first windows are checked for changes inside.
     # The first batch or gradients of this rank, if there are several: what it is, and its hash.
     first: list[str] | None = None
     ended, is_alike = 0, True  # The number of windows that have ended; whether the ranks have always trained alike.
@@ -105,7 +105,7 @@ class Window:
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
-        if self.watched < WATCHED_WINDOWS:
+        if self.is_watched:
             self.watch()
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
@@ -191,7 +191,7 @@ class Window:
     def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
         updated = self.reduce().is_updated
-        if self.watched < WATCHED_WINDOWS:
+        if self.is_watched:
             self._check_changes()
         measured, clip, outputs = self.outputs or [], self.clip, []
         try:
@@ -229,16 +229,16 @@ class Window:
 
     def _check_changes(self) -> None:
         """Warn if the learning rate, or what another step updates, has changed between a window's first batches."""
-        seen, self.watched = self._seen, self.watched + 1
+        seen, self.is_watched = self._seen, self.ended < WATCHED_WINDOWS
         if any(rates != seen[0][0] for rates, _ in seen):
-            self.watched = WATCHED_WINDOWS
+            self.is_watched = False
             warn(
                 f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
                 f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
                 f"true."
             )
         if any(updates != seen[0][1] for _, updates in seen):
-            self.watched = WATCHED_WINDOWS
+            self.is_watched = False
             warn(_MIXTURE.format(owner=self.owner))
 
     def discard(self, for_all: bool = False) -> None:
