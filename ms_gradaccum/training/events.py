@@ -16,9 +16,9 @@ class StepEvent(NamedTuple):
     Attributes:
         batch: Number of the current batch in this process since its training step was built, from 1 on.
         micro_batch: Number of the micro batch in its batch, from 0 on; None for an update.
-        rows: Rows of the micro batch; None for an update, and for gradients that the caller has taken.
-        updates: Updates made so far. At the end of an update it is among them, unless it was skipped.
-        skipped_updates: Windows skipped so far, for an Inf or a NaN in the gradient or for want of weight.
+        rows: Rows of the micro batch; None for an update, and for gradients that the caller has computed.
+        updates: Updates made so far. At the end of an update, this update is counted too, unless it was skipped.
+        skipped_updates: Windows skipped so far, because their gradient had an Inf or a NaN or their weight was 0.
         output: Report on the window, at the end of an update; None otherwise.
 
     Examples:
@@ -91,7 +91,7 @@ class Events:
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
 
     def add(self, callback: object) -> None:
-        """Call those methods of ``callback`` that have the names of events, from now on."""
+        """From now on, call the methods of ``callback`` that are named after events."""
         methods = _methods_of(callback)
         rule = f"an object with at least one of the methods {', '.join(NAMES)}"
         remedy = "Each takes one argument, a StepEvent."
@@ -102,7 +102,7 @@ class Events:
 
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
-        """Let those of ``callbacks`` listen that have methods for it and do not yet, until the end of this context."""
+        """Within this context, add the ``callbacks`` that have event methods and do not listen yet."""
         before = {name: list(methods) for name, methods in self._listeners.items()}
         for callback in callbacks:
             if _methods_of(callback) and not self.hears(callback):
@@ -133,10 +133,10 @@ class Events:
 
 
 class StatefulCallback:
-    """A callback whose tensors are part of a training step, and so of its checkpoints and states."""
+    """A callback whose tensors belong to a training step, and so to its checkpoints and states."""
 
     def attach(self, step: "Observed") -> None:
-        """Give ``step`` the tensors. Again for the same step, it does nothing."""
+        """Add the tensors to ``step``. A second call with the same step does nothing."""
         raise NotImplementedError
 
 
@@ -151,10 +151,10 @@ class Observed:
                 callback.attach(self)
 
     def add_callback(self, callback: StepCallback) -> None:
-        """Call those methods of the callback that have the names of events, each with a :class:`StepEvent`.
+        """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.
 
         The events are `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` of each
-        network. A larger graph (data sink mode, a compiled function) has none.
+        network. A larger graph (data sink mode, a compiled function) has no events.
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
@@ -163,13 +163,13 @@ class Observed:
             TypeError: If it has none of them.
         """
         self.adopt([callback])
-        # Told twice of each update, it would change its tensors twice.
+        # A callback that gets each update twice would change its tensors twice.
         if not (isinstance(callback, StatefulCallback) and self.events.hears(callback)):
             self.events.add(callback)
 
 
 def check_told(owner: str, name: str, train_step: object, callback: object) -> None:
-    """Raise unless ``train_step``, of a Model, tells ``callback``, called ``name``, of its updates."""
+    """Raise unless a Model's ``train_step`` reports its updates to ``callback``, the argument ``name``."""
     if not isinstance(train_step, Observed):
         raise TypeError(
             f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "

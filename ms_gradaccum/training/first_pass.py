@@ -19,9 +19,9 @@ from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
 
-# How much the second pass may differ from the first one, by the largest of a row: what rounding makes, in 16 bits too.
+# The largest rounding difference between the two passes, relative to the largest number of a row, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
-# A word in the name of an operator that draws: the one of L2Normalize is another.
+# A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
 _LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see into a callback."
 
@@ -55,7 +55,7 @@ class FirstPass:
         """Return the micro batches for the micro steps, and the number of rows of all processes."""
         end = len(inputs) - self.network.labels
         if end < 1:
-            self.network(*inputs)  # It says so.
+            self.network(*inputs)  # This call raises the right error.
         labels, axes = Flattened(inputs[end:]), Flattened(inputs, self.batch_axis).axes
         axes = axes[len(axes) - len(labels.leaves) :]
         whole_structure: Any = batch.structure
@@ -69,7 +69,7 @@ class FirstPass:
         counts = [part.rows for part in batch.micro_batches]
         own_rows = [_moved(leaf, axis, 0) for leaf, axis in zip(labels.tensors, axes) if axis is not None]
         begin, rows, whole = self.reducer.gather_rows(sum(counts), [*outputs, *own_rows])
-        # Labels that are split are those of all processes, the others this one's own.
+        # Split labels are gathered from all processes, the others are those of this process.
         gathered = iter(whole[len(outputs) :])
         pairs = zip(labels.tensors, axes)
         leaves = [leaf if axis is None else _moved(next(gathered), 0, axis) for leaf, axis in pairs]
@@ -85,9 +85,9 @@ class FirstPass:
         return SplitBatch(around, parts), rows
 
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
-        """Raise if the outputs of the micro steps are not those of this pass."""
+        """Raise if the outputs of the micro steps differ from the outputs of this pass."""
         for part in (each for output in outputs for each in output[3].asnumpy()):
-            if not part <= self.tolerance:  # A NaN is no small difference.
+            if not part <= self.tolerance:  # Not '>': a NaN must fail, too.
                 cells = random_cells(self.network.backbone)
                 place = f", where {cells} may draw anew" if cells else ""
                 raise RuntimeError(
@@ -98,7 +98,7 @@ class FirstPass:
                 )
 
     def _outputs(self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
-        """Return the network's outputs for each micro batch, and undo what that changes."""
+        """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
         run = self.forwards.get(structure)
         if run is None:
             build = partial(Forward, self.network, structure)
@@ -127,9 +127,9 @@ class FirstPass:
             run = self.losses[key] = self._compiled(build, "the loss", loss_fn, needs_fixed=True)
         loss, grads = _called(run, (*outputs, *leaves), eager)
         cache, own = grads if run.cell.has_own else (grads, ())
-        # MindSpore returns the gradient of a single output alone.
+        # For a single output, MindSpore returns its gradient outside of a tuple.
         cache = cache if isinstance(cache, tuple) else (cache,)
-        # Else MindSpore would go back from them into the loss once more, op by op.
+        # Otherwise MindSpore would differentiate the loss once more through them, op by op.
         detach = ops.stop_gradient
         return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
 
@@ -149,7 +149,7 @@ class Forward(nn.Cell):
 
 
 class LossAndCache(nn.Cell):
-    """A loss of ``count`` outputs and of labels, its gradients for those at ``floats``, and for its parameters."""
+    """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
     def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)

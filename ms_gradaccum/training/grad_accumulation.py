@@ -30,7 +30,7 @@ from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
 
 _OWNER = "GradAccumulation"
-# Cells of MindSpore that split a batch themselves, and what to do with each.
+# Cells of MindSpore that split a batch themselves, and the advice for each.
 _OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
 _SPLIT_THEMSELVES = {
     **dict.fromkeys(_OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."),
@@ -44,7 +44,7 @@ _Losses = Literal["sum", "first"]
 
 
 def _of_network(name: str) -> Callable[..., object]:
-    """Return a method that registers a hook on the network, since a batch does not go through the cell around it."""
+    """Return a method that registers a hook on the network, because batches bypass the cell around it."""
 
     def register(self: nn.Cell, *hooks: Callable[..., object], **settings: object) -> object:
         return getattr(self.network, name)(*hooks, **settings)
@@ -68,9 +68,9 @@ class GradAccumulation(Settled, nn.Cell):
     Keyword Args:
         weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
             by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
-            :class:`TokenMeanLoss` says so itself. Default: ``False``.
-        losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns, at most 64:
-            ``"sum"`` trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. The mean of
+            :class:`TokenMeanLoss` is always weighted. Default: ``False``.
+        losses (Union[str, None]): Treatment of further floating-point scalars that `network` returns, at most 64:
+            ``"sum"`` trains the sum of them all, ``"first"`` only the first, and ``None`` refuses them. The mean of
             each over the window, weighted as the loss, is in ``StepOutput.other_losses``. Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per argument of
             the network, ``None`` for an input that goes whole into each micro batch. For an input that is a tuple or a
@@ -82,13 +82,13 @@ class GradAccumulation(Settled, nn.Cell):
 
     Outputs:
         In training, the weighted mean loss over all micro batches, a float32 scalar, differentiable as one graph.
-        In evaluation, what `network` returns for the whole batch.
+        In evaluation, the output of `network` for the whole batch.
 
     Raises:
         TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
             not a bool, or `batch_axis` holds anything but ints and None.
-        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs disagree about the number of
-            rows or have none, or `network` returns something else than described.
+        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs have different numbers of rows
+            or none, or `network` returns something else than described.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -102,7 +102,7 @@ class GradAccumulation(Settled, nn.Cell):
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
-    # Class name used in the messages about a batch: that of the step, where the user gave it a plain loss cell.
+    # Class name used in messages about a batch: the step's name if the user gave the step a plain loss cell.
     owner = _OWNER
 
     register_forward_pre_hook = _of_network("register_forward_pre_hook")
@@ -141,7 +141,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     @property
     def other_losses(self) -> int:
-        """How many further losses a report has room for."""
+        """Number of further losses in a report."""
         return 0 if self.losses is None else MOST_OTHER_LOSSES
 
     def loss_of(self, structure: Hashable = None) -> WeightedLoss:
@@ -166,12 +166,12 @@ class GradAccumulation(Settled, nn.Cell):
         return other
 
     def without_split(self, place: int, inputs: tuple[object, ...]) -> "GradAccumulation":
-        """Return this cell with one of its inputs going whole into each micro batch."""
+        """Return a copy of this cell that passes one of the inputs whole to each micro batch."""
         axes = spread_axes(self.batch_axis, inputs)
         return self.around(self.network, (*axes[:place], None, *axes[place + 1 :]))
 
     def name_of_input(self, place: int) -> str:
-        """Return the name of an input: that of the network's argument if it has one of its own."""
+        """Return the name of an input: the name of the network's argument, if there is one."""
         arguments = list(self._signature.parameters.values())
         named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
         return f"'{arguments[place].name}'" if named else f"input[{place}]"
@@ -181,7 +181,7 @@ class GradAccumulation(Settled, nn.Cell):
         return text.replace(f"For '{_OWNER}'", f"For '{self.owner}'")
 
     def head(self, error: BaseException) -> None:
-        """Let an error of a batch begin with the class that the user called."""
+        """Make an error of a batch begin with the class that the user called."""
         error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
 
     def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> None:
@@ -212,7 +212,7 @@ class GradAccumulation(Settled, nn.Cell):
         return batch
 
     def bind(self, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
-        """Return what the arguments of `network` are, or raise if these are none that it takes."""
+        """Bind the inputs to the arguments of `network`, or raise if they do not fit."""
         try:
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -222,7 +222,7 @@ class GradAccumulation(Settled, nn.Cell):
             ) from None
 
     def positional(self, args: Args, kwargs: Kwargs) -> Args:
-        """Return what `network` takes, by position alone."""
+        """Return the arguments of `network` as positional arguments."""
         all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
         if not kwargs and not all_axes:
             return args
@@ -245,7 +245,7 @@ class GradAccumulation(Settled, nn.Cell):
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
             values = self.weighted_loss(*part)
-            # Not '+=': in a graph that adds in place, here into one constant that both sums start from.
+            # Not '+=', which adds in place in a graph: both sums start from the same constant.
             loss_sum, weight = loss_sum + values[0], weight + values[1]
         return loss_sum * reciprocal(ops.stop_gradient(weight))
 
@@ -277,13 +277,13 @@ def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
     ours: GradAccumulation = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
     if ours is not network:
         ours.owner = owner
-    # As in MindSpore's step, two parameters of one name get the names of their cells.
+    # As in MindSpore's step, parameters with equal names get the names of their cells as prefixes.
     ours.network.check_names_and_refresh_name()
     return ours
 
 
 def adopted(network: nn.Cell) -> nn.Cell:
-    """Return MindSpore's GradAccumulation as one of this package, and any other cell as it is."""
+    """Convert MindSpore's GradAccumulation into one of this package; return any other cell unchanged."""
     is_theirs = type(network).__module__.startswith("mindspore.") and type(network).__name__ in _OF_MINDSPORE
     return GradAccumulation(network.network, network.micro_size) if is_theirs else network
 

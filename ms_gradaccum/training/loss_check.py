@@ -1,4 +1,4 @@
-"""The measurement of a loss: the first batches tell whether it can be trained in micro batches."""
+"""The measurement that shows, on the first batches, whether a loss can be trained in micro batches."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -18,23 +18,23 @@ from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
 
-# A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
-# reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
+# A correct loss differs only by the rounding of a sum in another order. In float32 that is some hundred units in the
+# last place, since its reductions have many elements; in 16-bit formats, which hold no long sum exactly, some.
 TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
-# A smaller miss in float32 may be a small difference of large numbers: it must be larger than what another order makes.
+# A smaller error in float32 may be cancellation: it counts only if it exceeds the effect of another order of the rows.
 _SURE, _ORDERS = 1e-2, 10
-# A loss that draws random numbers must miss by so many standard deviations of so many draws, which may be too large.
+# The error of a random loss counts only above _DRAWS standard deviations, from _REPEATS draws, up to a noise limit.
 _DRAWS, _REPEATS, _TOO_RANDOM = 10, 8, 0.5
-# A gradient has cancelled more than its loss. Of each parameter's gradient some sums with random signs are compared,
-# and at most so many rows are differentiated: op by op they may take more memory than in a graph.
+# Gradients suffer more cancellation than losses. For each parameter, some sums of its gradient with random signs are
+# compared. Few rows are differentiated, because op by op they may take more memory than in a graph.
 _GRADIENT, _FEW_ROWS = 1e-3, 4
 _SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, 9973))
-# Tensors of so many elements are copied without need, in case that only a pass out of training changes them.
+# Tensors up to this size are always copied, in case that only a forward pass outside of training changes them.
 _SMALL = 2**16
 # The last batch that is measured.
 _LAST = 64
 _OWNER = "GradAccumulation"
-# Classes of cells that are not in training meanwhile: those of chance and of statistics of the batch, or all.
+# Classes of cells in evaluation mode during the measurement: random cells and those with batch statistics, or all.
 _AS_IN_TRAINING, _IN_EVALUATION = ("Drop", "BatchNorm"), ("",)
 _NOT_MEASURED = (
     "For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured: {reason}. "
@@ -50,8 +50,8 @@ _MOVES = (
 class LossCheck:
     """Measure the loss of a network at batches 1, 2, 4, 8 ... 64, and warn if it cannot be trained in parts.
 
-    The losses of some rows and of their halves are compared; the network is left as it was, to the bit. If ``several``
-    processes measure at the same time, all run it equally often, since it may communicate.
+    It compares the losses of some rows with those of their halves, and restores the network to the bit. If ``several``
+    processes measure at the same time, all run the network equally often, since it may communicate.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class LossCheck:
         self.has_warned = False
         # The only row of the batch before.
         self.row: Rows | None = None
-        # What the first micro batch changes; None if no micro batch has run.
+        # The changes by the first micro batch; None if no micro batch has run.
         self.changes: Changes | None = None
         self.runs: dict[Hashable, Eager | Compiled] = {}
-        # Where the measurement is: which cells are in evaluation mode, and whether it runs op by op.
+        # The state of the measurement: the cells in evaluation mode, and whether it runs op by op.
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
         self.eager = True
 
     @property
     def adds_parts(self) -> bool:
-        """True if a window has more than one micro batch, of all processes."""
+        """True if a window has more than one micro batch, over all processes."""
         return bool(self.network.micro_size > 1 or self.settings.accumulation_steps > 1 or self.several)
 
     def before_batch(self) -> None:
@@ -84,7 +84,7 @@ class LossCheck:
             self.changes = Changes(self.network.network)
 
     def after_micro_batch(self) -> None:
-        """Warn if the first micro batch has changed what no optimizer updates, statistics of BatchNorms apart."""
+        """Warn if the first micro batch has changed tensors that no optimizer updates, except BatchNorm statistics."""
         if self.changes is None or self.changes.tensors is not None:
             return
         changed = self.changes.find()
@@ -96,12 +96,12 @@ class LossCheck:
             warn(self.network.headed(_MOVES.format(names=", ".join(names[:3]))))
 
     def _is_copied(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can be put back: a copy of all that a forward pass leaves alone would be large."""
+        """Return whether to copy a tensor, to restore it later. Copies of all unchanged tensors would be large."""
         changed = [tensor] if self.changes is None else self.changes.tensors or ()
         return tensor.size <= _SMALL or any(tensor is each for each in changed)
 
     def after_batch(self, parts: int, inputs: tuple[object, ...]) -> None:
-        """Count a batch of which so many micro batches have run, and measure if it is time."""
+        """Count a batch that ran as ``parts`` micro batches, and measure if it is due."""
         if self.is_done or not self.adds_parts:
             return
         self.batches += 1
@@ -110,7 +110,7 @@ class LossCheck:
         rows: Rows | None = Rows.of(inputs, self.network.batch_axis)
         least = rows.size // parts if rows else 0
         if rows and rows.size == 1:
-            # It is measured with that of the batch before.
+            # A single row is measured together with the single row of the batch before.
             before, self.row = self.row, rows if self.row is None else None
             rows = None if before is None else before.joined(rows)
         finding = None if rows is None else self.measure(rows, parts, least)
@@ -122,28 +122,29 @@ class LossCheck:
     def measure(self, rows: Rows, parts: int, least: int) -> Finding | None:
         """Return why the loss cannot be trained in so many parts of at least so many rows, as far as these show it."""
         most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
-        # Halves of unlike rows tell why a loss misses. What rows of one class do together shows in mixed halves.
+        # Halves of unlike rows show the cause of an error. Mixed halves show effects among rows of one class.
         unlike, mixed, three = rows.cuts(most, number)
         cuts = [mixed, unlike] if self.network.weighted else [unlike, mixed]
-        # Three parts that add up take fewer passes than the halves of two cuts, which tell why others do not.
+        # A check of three parts takes fewer passes than two cuts into halves, which then show the cause of an error.
         cuts[:0] = [three] if three is not None and not self.several else []
         gradient = number == 1 and not self.half
         finding = self.measure_cuts(cuts, parts, gradient)
         if finding and math.isfinite(finding.miss) and least > 1 and most < 4 and not self.several:
-            # Single rows are no micro batches here, and one element has twice its BinaryCrossEntropy on CPU.
+            # Avoid single rows, which are no micro batch here: on CPU, BinaryCrossEntropy of one element is doubled.
             cuts = [tuple(each.take([*range(each.size)] * 2) for each in cut) for cut in cuts]
             finding = self.measure_cuts(cuts, parts, gradient)
         return finding
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
-        # What is right op by op is right in a graph. Several processes measure once: an error would leave others alone.
+        """Return why the loss cannot be trained in ``parts`` parts, by the first cut that shows it, or None."""
+        # If a loss is right op by op, it is right in a graph. Several processes measure once: an error would leave
+        # others waiting.
         finding: Finding | None = None
         for eager in [True] if runs_eagerly(self.settings.compiles) else [False] if self.several else [True, False]:
             self.eager = eager
             finding = self._measure_in(_AS_IN_TRAINING, cuts, parts, gradient)
             if finding is not None and math.isnan(finding.miss):
-                # What draws random numbers in training by a function need not do so out of it.
+                # A function that draws random numbers in training need not do so in evaluation mode.
                 finding = self._measure_in(_IN_EVALUATION, cuts, parts, gradient)
             if finding is None:
                 break
@@ -152,7 +153,7 @@ class LossCheck:
     def _measure_in(self, words: tuple[str, ...], cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
         self.evaluated = words
         try:
-            # A loss or a gradient may be infinite, or beyond 16 bits.
+            # A loss or a gradient may be infinite, or exceed the range of 16 bits.
             with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
                 state.evaluate(words)
                 return self._judge_all(state, cuts, parts, gradient)
@@ -175,7 +176,7 @@ class LossCheck:
             if split is not None and split.shows() and found is None:
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
             elif found is None or math.isfinite(found.miss):
-                # Halves may fit by chance. If so, the parts of one of them do not.
+                # Halves may agree by chance. In that case the parts of one half do not.
                 rest = three[2:]
                 cuts = [*cuts, (rest[0].joined(rest[1]) or three[0], *rest)]
         for cut in cuts:
@@ -186,7 +187,7 @@ class LossCheck:
             found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
             finding = finding or found
             doubtful += [(cut, split.shows())] if not split.shows() or (gradient and cut is cuts[0]) else []
-        # Where random numbers are drawn out of training, too, the noise of a gradient is not known.
+        # If the network is random in evaluation mode too, the noise of its gradient is unknown.
         is_exact = self.evaluated is _AS_IN_TRAINING and not self.several
         if finding is None and doubtful and is_exact and self._can_differentiate():
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
@@ -194,7 +195,7 @@ class LossCheck:
         return finding or (None if self.several else self._judge_attributes(loss, part))
 
     def _split(self, whole: Loss, *parts: Loss) -> Split:
-        """Return losses with the tolerance for them. Losses that all fit into 16 bits were computed in these."""
+        """Return the losses with their tolerance. Losses that are all exact in a 16-bit format were computed in it."""
         values = np.array([loss.value for loss in (whole, *parts)], np.float32)
         tolerance = 0.0 if (values.view(np.uint32) & 0xFFFF).any() else TOLERANCES[ms.bfloat16]
         if (values.astype(np.float16) == values).all():
@@ -214,7 +215,7 @@ class LossCheck:
             return finding if finding.miss > noise else None
         if finding.miss < _SURE:
             other_order = loss(cut[0].take(range(cut[0].size)[::-1])).value
-            # Rounding, if the same rows in another order differ by nearly as much.
+            # It is rounding if the same rows in another order differ by nearly as much.
             if self.tolerance < _ORDERS * split.relative(other_order - split.whole.value) >= finding.miss:
                 return None
         places = split.larger_first()
@@ -226,7 +227,7 @@ class LossCheck:
         return judge(split, parts, (loss(twice).value, loss(more).value if more is not None else math.nan, alone))
 
     def _judge_attributes(self, loss: Callable[[Rows], Loss], rows: Rows) -> Finding | None:
-        """Return the finding for a loss that depends on attributes which the first micro batch has set."""
+        """Return the finding for a loss that depends on attributes that the first micro batch has set."""
         changes = self.changes
         if changes is None or not changes.attributes:
             return None
@@ -235,18 +236,18 @@ class LossCheck:
         changes.put_back_attributes()
         try:
             split = self._split(loss(rows), now)
-        except Exception:  # Without them it need not run.
+        except Exception:  # The loss may need the attributes.
             return None
         miss = split.relative(split.whole.value - now.value)
         return other_attributes(miss, listed(changes.names(), 3)) if miss > max(split.tolerance, noise) else None
 
     def _can_differentiate(self) -> bool:
-        """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""
+        """Return whether the gradients are dense and their pass calls no user hook, which might record them."""
         hooked = any(parameter.hooks() for parameter in self.parameters)
         return not (hooked or sparse_lookup(self.network) or NetworkCode(self.network.network).has_hooks())
 
     def _judge_gradient(self, state: KeptState, cut: Cut, shows: bool) -> Finding | None:
-        """Return the finding for rows whose losses show nothing, of which their gradients can tell more."""
+        """Return the finding from the gradients of rows whose losses show no error."""
         first, second = (part.take(range(min(part.size, _FEW_ROWS // 2))) for part in cut[1:3])
         both = first.joined(second) or first
         whole, *parts = (self._gradient(state, rows, rows.size / both.size) for rows in (both, first, second))
@@ -258,7 +259,7 @@ class LossCheck:
         return None if miss <= _DRAWS * noise else other_gradient(miss, shows, self.network.weighted)
 
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
-        """Return sums over the gradient that rows with a share of a batch have in training."""
+        """Return random-sign sums of the gradient of rows that are a share of a batch in training."""
         grads = (as_array(grad).reshape(-1) for grad in self._run(state, rows, share, of_gradient=True))
         return np.concatenate([[grad @ np.resize(signs, grad.size) for signs in _SIGNS] for grad in grads])
 
@@ -269,7 +270,7 @@ class LossCheck:
     def _run(self, state: KeptState, rows: Rows, share: float, of_gradient: bool = False) -> tuple[Tensor, ...]:
         """Return the loss of rows, a mean or a sum and its weight, or its gradient, op by op or compiled."""
         if self.changes is None or self.changes.tensors:
-            # The others, which may be large, are looked at once, at the end.
+            # The other tensors may be large, so they are compared only once, at the end.
             state.tensors.put_back(state.tensors.values)
         network, structure = self.network, rows.structure
 
@@ -282,7 +283,7 @@ class LossCheck:
 
         key = (of_gradient, self.eager, self.evaluated, structure)
         if key not in self.runs and self.eager:
-            with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
+            with op_by_op():  # In GRAPH mode, the gradient function would be compiled.
                 self.runs[key] = Eager(build(), of_gradient)
         elif key not in self.runs:
             axes = None if of_gradient else (None, *rows.axes)
@@ -292,7 +293,7 @@ class LossCheck:
 
 
 def _noise(loss: Callable[[Rows], Loss], rows: Rows, split: Split, first: Loss, again: Loss) -> float:
-    """Return by how much the losses of the same rows differ, of which there are two, relative to those of a split."""
+    """Return how much the losses of the same rows differ between passes, relative to the losses of a split."""
     noise = split.relative(again.value - first.value)
     if noise <= split.tolerance:
         return noise
@@ -301,7 +302,7 @@ def _noise(loss: Callable[[Rows], Loss], rows: Rows, split: Split, first: Loss, 
 
 
 class LossLessMean(nn.Cell):
-    """The loss of some rows, whose gradient is that of its mean times the weight, which may depend on parameters."""
+    """The loss of some rows. Its gradient is that of mean times weight, where the weight may depend on parameters."""
 
     def __init__(self, loss: WeightedLoss) -> None:
         super().__init__(auto_prefix=False)
@@ -323,7 +324,7 @@ class GradientOfRows(nn.Cell):
 
 
 def not_measured(reason: str) -> Finding:
-    """Return the finding for a loss of which nothing is known."""
+    """Return the finding for a loss that could not be measured."""
     return Finding(math.nan, _NOT_MEASURED.format(reason=reason.rstrip(".")))
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward of one micro batch, added into the sums of a window: as a graph, or op by op.
+"""Forward and backward pass of one micro batch, added to the sums of a window, as a graph or op by op.
 
 The backward pass starts from a share of the micro batch's mean loss, and the gradients are added times a factor. Share
 times factor is the number of rows, so the sums are the same for each choice of the two.
@@ -42,7 +42,7 @@ BackwardStart = Literal["sum", "mean", "batch"]
 
 
 def share_and_factor(start: BackwardStart, rows: Any, batch_rows: Any) -> tuple[Any, Any]:
-    """Return the share of the loss and the factor of the gradients, for numbers or, in a graph, for tensors of rows."""
+    """Return the share of the loss and the factor of the gradients. The rows are numbers or, in a graph, tensors."""
     if start == "sum":
         return rows, ONE
     return (ONE, rows) if start == "mean" else (rows / batch_rows, batch_rows)
@@ -62,7 +62,7 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 
 
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
-    """Return whether MindSpore may divide a gradient by the rows of the first batch, as for `BCEWithLogitsLoss`."""
+    """Return whether MindSpore may divide a gradient by the rows of the process's first batch (`BCEWithLogitsLoss`)."""
     code = NetworkCode(network)
     has_loss = any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
     return has_loss or "binary_cross_entropy_with_logits" in code.names
@@ -78,7 +78,7 @@ class MicroLoss(nn.Cell):
         # True if the network computes in 16 bits, or its loss is scaled.
         is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
         self.half = is_converted or precision.loss_scale.scales
-        # If so, a loss with its own weight is divided by it before the backward pass.
+        # True if a loss with its own weight is divided by that weight before the backward pass.
         self.divides = divides and self.half and not weighted_loss.counts_rows
         self._get_attr_from_cell(network)
 
@@ -91,7 +91,7 @@ class MicroLoss(nn.Cell):
 
 
 class AddMicroBatch(nn.Cell):
-    """Add the outputs of a `MicroLoss` and its gradients to the buffers of the optimizers. No code of the user's."""
+    """Add the outputs of a `MicroLoss` and its gradients to the optimizers' buffers. It contains no user code."""
 
     sends_early = False  # True if it gets reduced messages in place of gradients, see `BackwardMessages`.
 
@@ -108,11 +108,11 @@ class AddMicroBatch(nn.Cell):
         ends = [*accumulate(map(len, parameters), initial=0)]
         self.bounds = tuple(zip(ends, ends[1:]))
         self.drops, self.chunks = drop_non_finite, chunks_of([each.size for each in sum(parameters, ())])
-        # False for gradients of the caller, who need not give a loss: it is NaN then.
+        # False for gradients from the caller, who may leave out the loss: it is NaN then.
         self.checks_loss = loss is not None
-        # True if the ranks reduce the sums with the last micro batch of a window, which this is.
+        # True in the last micro batch of a window, if the ranks reduce the sums with it.
         self.reduces = reduces
-        # True if gradients are reduced before they are added, so that they need this rank's factor first.
+        # True if gradients are reduced before they are added, so that this rank's factor must be applied first.
         self.scales_first = reducers[0].every_batch
         # The number of further values beside loss sum and weight, which are added up or passed on.
         self.others = int(self.has_notes or self.buffer.other_losses is not None)
@@ -123,12 +123,12 @@ class AddMicroBatch(nn.Cell):
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 
     def fits_kernels(self) -> bool:
-        """Return whether `add_at_once` can do it."""
+        """Return whether `add_at_once` can replace the graph."""
         plain = not (self.drops or self.others or self.reduces or self.scales_first or self.divides)
         return plain and all(reducer.fits_kernels() for reducer in self.reducers)
 
     def add_at_once(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> None:
-        """Add the same op by op, as one operator."""
+        """Do the same op by op, with one operator."""
         totals: list[Tensor] = []
         parts: list[Tensor] = []
         for (begin, end), reducer in zip(self.bounds, self.reducers):
@@ -138,13 +138,13 @@ class AddMicroBatch(nn.Cell):
             at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
 
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""
+        """Return the loss sum, the weight and the factor of the gradients, from the factor of the backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
         return value, weight, self.grad_factor(weight, factor)
 
     def grad_factor(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Return the factor of the gradients, from the weight that the loss returns and from the backward start's."""
+        """Return the factor of the gradients, from the loss's own weight and the factor of the backward start."""
         if self.counts_rows:
             return factor
         return ops.maximum(weight, ONE) if self.divides else ONE
@@ -164,7 +164,7 @@ class AddMicroBatch(nn.Cell):
         if len(others) > 0 and not self.has_notes:
             # They are weighted like the loss, with 0 if the micro batch is left out.
             done = self.buffer.add_other_losses(others[0], ops.depend(weight, done))
-        # Indexed, because a zip would double the compile time of this loop.
+        # By index, because zip would double the compile time of this loop.
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]
@@ -182,7 +182,7 @@ class AddMicroBatch(nn.Cell):
         elif self.reduces:
             done = self.reducers[0].reduce(done)
         notes: tuple[Tensor, ...] = others if self.has_notes else ()
-        # For the compiler's sake, the token depends on no value of this micro batch.
+        # The compiler needs a token that depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
 
@@ -194,7 +194,7 @@ class StepParts(NamedTuple):
     """The parts of a micro step, compiled or op by op."""
 
     micro_loss: MicroLoss
-    parameters: ParameterTuple  # The whole ones that are updated.
+    parameters: ParameterTuple  # The whole parameters that are updated.
     adding: AddMicroBatch
     backward_start: BackwardStart
 
@@ -204,11 +204,11 @@ class StepParts(NamedTuple):
     ) -> "StepParts":
         """Build the parts for a loss, run op by op (``eager``) or compiled, whose last micro batch may also reduce."""
         comes_reduced = reducers[0].comes_reduced
-        # Divided by its own weight, a loss would have another factor on each rank.
+        # If a loss were divided by its own weight, each rank would have another factor.
         micro_loss = MicroLoss(loss, settings.precision, divides=not comes_reduced)
         parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
         adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite, reduces)
-        # The gradients of all ranks have one factor, whatever rows each rank has.
+        # Gradients of all ranks have the same factor, for any number of rows per rank.
         start: BackwardStart = "sum" if comes_reduced else backward_start_of(loss, micro_loss.half, eager)
         return StepParts(micro_loss, parameters, adding, start)
 
@@ -241,11 +241,11 @@ class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included. A graph or a kernel adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch.
-    is_whole = False  # True if the current batch has no other micro batch, and starts from its mean loss.
-    gives_mean = False  # True if it returns that loss.
-    has_run = False  # True once the last call has started to add gradients.
-    has_failed_for_all = False  # True if the last call has told the other ranks that its backward pass has failed.
-    values: Sequence[Tensor] = ()  # Those of the forward pass, until the backward pass has sent its messages.
+    is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
+    gives_mean = False  # True if the step returns that mean loss.
+    has_run = False  # True if the last call has started to add gradients.
+    has_failed_for_all = False  # True if the other ranks know that this rank's last call failed.
+    values: Sequence[Tensor] = ()  # The outputs of the forward pass, until the backward pass has sent its messages.
 
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
         self.micro_loss, self.parameters, adding, self.backward_start = parts
@@ -254,9 +254,9 @@ class EagerMicroStep:
         self.messages = BackwardMessages.of(self.reducer) if adding.reduces and not adding.drops else None
         self.grad_factor, adding.sends_early = adding.grad_factor, self.messages is not None
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        # A graph of it would take 5 to 10 MB more.
+        # A graph would need 5 to 10 MB more.
         self.at_once = not self.micro_loss.half and adding.fits_kernels()
-        # A network that adds its gradients up itself hands them over in the last micro batch of a window.
+        # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
     def begin_batch(self, structure: Hashable, micro_batches: int) -> None:
@@ -276,14 +276,14 @@ class EagerMicroStep:
             values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
         try:
-            # A hook of the user's may return a gradient of another dtype.
+            # A user's hook may return a gradient of another dtype.
             if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
                 self.adding.has_run = True
                 self.adding.cell.add_at_once(factor, *values, *grads)
                 outputs: tuple[Tensor, ...] = (NOTHING,)
             else:
                 outputs = self.adding(factor, *values, *(grads if self.adds_grads else ()))
-            # All micro batches of a batch have one factor, without which their mean is the same.
+            # All micro batches of a batch have the same factor, which does not change their mean.
             return (*values[:2], NOTHING) if self.at_once or self.gives_mean else outputs
         finally:
             self.has_run = self.adding.has_run
@@ -300,7 +300,7 @@ class EagerMicroStep:
     def _values_and_messages(
         self, messages: BackwardMessages, share: Tensor, factor: Tensor, tensors: Outputs
     ) -> tuple[Sequence[Tensor], Outputs]:
-        """Return the outputs of `WeightedLoss` and the messages that have gone out, reduced over the ranks."""
+        """Return the outputs of `WeightedLoss` and the messages that were sent, reduced over the ranks."""
         try:
             sending = messages.sending(self.parameters, lambda: self.grad_factor(self.values[1], factor))
             values, grads = self._values_and_grads(share, tensors, sending)

@@ -25,7 +25,7 @@ from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_mo
 from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
-# Batches of any size would fill the memory.
+# The number of cached batch sizes is limited, because they would fill the memory.
 _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 _LOGGER = logging.getLogger("ms_gradaccum")
@@ -34,11 +34,11 @@ _LOGGER = logging.getLogger("ms_gradaccum")
 class MicroSteps:
     """The micro steps of the batches of a network."""
 
-    has_begun = has_split = False  # True once the network, and a batch that is split, have been checked.
-    has_added = False  # True if the last batch may have added something before it failed.
+    has_begun = has_split = False  # True once the network, and a split batch, have been checked.
+    has_added = False  # True if the last batch may have been added in part before it failed.
     rows: float = 0  # The rows or the weight of the last batch.
     gives_mean = False  # True if the only micro batch of the last batch has returned its mean loss.
-    rounds = -1  # The micro batches in whose collectives other ranks may still wait; -1 before the count.
+    rounds = -1  # Number of micro batches whose collectives other ranks may still wait in; -1 before the count.
 
     def __init__(
         self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
@@ -59,11 +59,11 @@ class MicroSteps:
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.eager: dict[bool, EagerMicroStep] = {}
-        # The first inputs of a micro step by the backward start, its rows and those of its batch.
+        # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
-        # True if other ranks can have more micro batches in a batch.
+        # True if other ranks may have more micro batches in a batch.
         self.waits_for_others = several or self.comes_reduced
-        # Ranks share their cores, and their messages must keep one order.
+        # No thread pool for several ranks: they share cores, and their messages must keep one order.
         self.may_use_thread_pool = not several
         self.empty_step = Compiled(lambda: EmptyStep(reducers), self.owner, "the empty step")
         self.loss_check = LossCheck(network, self.parameters, settings, half, several)
@@ -102,7 +102,7 @@ class MicroSteps:
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
         if is_measured:
             self.loss_check.before_batch()
-        # A callback may raise before its first run.
+        # A callback may raise before the micro step has run once.
         steps[0].has_run = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
@@ -154,7 +154,7 @@ class MicroSteps:
         self.loss_check.after_batch(len(self.network.split(*inputs).micro_batches), inputs)
 
     def join(self, rounds: int = -1) -> None:
-        """Join the collectives of so many micro batches, or of all of a batch with no local data."""
+        """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
             if self.first_pass is not None:
                 self.reducers[0].gather_rows(0, [])
@@ -212,7 +212,7 @@ class MicroSteps:
 
 
 def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
-    """Raise for what cannot be done with gradients of all ranks."""
+    """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
         ("network", network.is_cached, "one without GradCacheLoss"),
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),

@@ -1,4 +1,4 @@
-"""Cells that train in another way in micro batches, and the training modes of cells."""
+"""Cells that train differently in micro batches, and the training modes of cells."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from mindspore import Parameter, mint, nn
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.network_code import NetworkCode
 
-# Cells that draw or count in training alone. nn.BatchNorm3d has a BatchNorm2d inside.
+# Cells that draw random numbers or keep statistics only in training. nn.BatchNorm3d has a BatchNorm2d inside.
 _BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
@@ -36,7 +36,7 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
 
 
 def frozen_cell(network: nn.Cell) -> str:
-    """Return the name of a cell that was told not to train, apart from the network as a whole, or "" for none."""
+    """Return the name of a cell that was set to evaluation mode apart from the whole network, or "" for none."""
     cells = dict(network.cells_and_names())
     in_training = any(cell.training for cell in cells.values())
     whole = len(network.trainable_params())
@@ -62,7 +62,7 @@ def takes_batch_statistics(norm: nn.Cell) -> bool:
 
 
 def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:
-    """Warn of code in the backward pass that gets another gradient than in MindSpore's step."""
+    """Warn of code in the backward pass that gets a different gradient than in MindSpore's step."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
     if hooked is not None and (network.micro_size > 1 or adds_batches):
         warn(

@@ -1,9 +1,9 @@
-"""The body of a training step, and the one in semi-auto-parallel, on Ascend and GPU, which the compiler partitions.
+"""The body of a training step, and its form for semi-auto-parallel on Ascend and GPU, which the compiler partitions.
 
 The compiler recognises accumulation by three things: the attribute ``grad_accu_num`` of the slice that cuts a micro
-batch; a parameter ``accu_grads.<name>``, cloned from each weight, which takes its sums; and one gradient of the whole
-unrolled forward. Then it reduces once per parameter and window; without them, once per micro batch, with all
-activations alive. `construct` is written for the whole batch of all devices.
+batch; a parameter ``accu_grads.<name>`` for the sums, cloned from each weight; and one gradient of the whole unrolled
+forward pass. Then it reduces once per parameter and window; otherwise once per micro batch, with all activations alive.
+`construct` is written for the whole batch of all devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +35,12 @@ _NO_NORM = Tensor(0.0, ms.float32)
 
 
 class Step(nn.Cell):
-    """The body of a `TrainOneStepCell`, which need not ask which one it has. Here each call ends its window."""
+    """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
 
     accumulation_steps = 1
     is_carried = False  # True if a Model leaves windows open at the end of its data.
-    has_claims = True  # True if the optimizer belongs to no step that was built later.
-    is_unmeasured = False  # True as long as a loss that should be measured has not been.
+    has_claims = True  # False once a later step was built with the same optimizer.
+    is_unmeasured = False  # True until the loss was measured, if it should be.
     reducers: Sequence[GradientReducer] = ()
 
     def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
@@ -54,11 +54,11 @@ class Step(nn.Cell):
         raise NotImplementedError
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        """Return the compiled cells, which have a mode and settings of their own."""
+        """Return the compiled cells, each with its own mode and settings."""
         return []
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Enclose the compilation of the whole step as one graph."""
+        """Return a context for the compilation of the whole step as one graph."""
         return nullcontext()
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
@@ -66,7 +66,7 @@ class Step(nn.Cell):
         raise NotImplementedError
 
     def join(self) -> StepOutput:
-        """Count a batch of the window to which this process adds nothing."""
+        """Count a batch of the window without local data."""
         raise NotImplementedError
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
@@ -86,7 +86,7 @@ class PartitionedStep(Step):
     """One batch, one window, one update, in one graph, which the compiler partitions on Ascend and GPU."""
 
     several = False
-    # A hook would change the optimizer that the compiler partitions.
+    # A hook on the optimizer would change the graph that the compiler partitions.
     watches_calls = False
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings) -> None:
@@ -103,7 +103,7 @@ class PartitionedStep(Step):
         self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
-        # The overflow and the update of up to 100 last windows, which are read together.
+        # The overflow and update flags of up to 100 last windows, which are read together.
         self.skipped: list[tuple[Tensor, Tensor]] = []
         self.is_called = False
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
@@ -134,7 +134,7 @@ class PartitionedStep(Step):
         return output
 
     def join(self) -> StepOutput:
-        """Refuse: a batch of the compiler's is one of all devices."""
+        """Raise: in semi-auto-parallel a batch belongs to all devices."""
         raise RuntimeError(
             f"For '{self.events.owner}', each device must have as many batches as the others in semi-auto-parallel, "
             f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
@@ -143,16 +143,16 @@ class PartitionedStep(Step):
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         check_compiling(True)
         sums = self.sums(*inputs)
-        # Only the loss sum has a gradient, not the weight beside it.
+        # Differentiate only the loss sum, not the weight beside it.
         loss_scale = self.loss_scale.value()
         grads = self.grad(self.sums, self.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
-        # The mean gradient in the dtype of each weight, on each device its part of it.
+        # Each device has its part of the mean gradient, in the dtype of the parameter.
         totals = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
         mean = map_tensors(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
         if self.clips_by_value:
-            # It needs no norm. Both norms go in one message.
+            # This clip needs no norm. Both norms for the report go in one message.
             norms = ops.sqrt(ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM))))
             norm, clipped_norm = norms[0, 0], norms[0, 1]
         else:
@@ -169,14 +169,14 @@ class PartitionedStep(Step):
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:
             warn_of_no_end()
-        # Zeros are assigned; a product with 0 would keep NaN and Inf for ever.
+        # Assign zeros, because a product with 0 would keep NaN and Inf forever.
         report = ops.depend(report, map_tensors(_clear, ops.depend(self.accumulators, report)))
         report = ops.depend(report, self.loss_scale(updated, overflow, report))
         return report
 
 
 class BatchSums(nn.Cell):
-    """The loss sum and the weight of a batch as one tensor, since the compiler partitions one output alone."""
+    """The loss sum and the weight of a batch as one tensor, since the compiler partitions a single output."""
 
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -184,13 +184,13 @@ class BatchSums(nn.Cell):
         self.batch_axis = network.batch_axis
         self.weighted_loss = network.loss_of()
         self.weighted_loss.reports = False
-        # One primitive per micro batch, or the compiler would take them for one.
+        # One primitive per micro batch, or the compiler would merge them.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
-        # They mark the end of a micro batch. Without them the compiler cannot tell the backward passes of micro batches
-        # apart if the forward pass is one function for all of them (`lazy_inline`) up to the loss.
+        # These mark the end of each micro batch. With `lazy_inline`, the forward pass is one function for all micro
+        # batches: without the marks, the compiler could not tell their backward passes apart.
         marked = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
         self.joins = marked if self.micro_size > 1 else [ops.Add()]
-        # The compiler would put one element on each of two devices.
+        # Without this sharding the compiler would put one of the two elements on each of two devices.
         self.at_place = ops.Mul().shard(((), (1,)))
         self.add_places = ops.Add().shard(((1,), (1,)))
         self._get_attr_from_cell(network)
@@ -213,7 +213,7 @@ class BatchSums(nn.Cell):
         return self.add_places(first, self.at_place(ops.stop_gradient(weight), Tensor([0.0, 1.0], ms.float32)))
 
 
-# A loop over the parameters would nest in the compiler, so what follows are functions for maps.
+# The functions below are for maps, because the compiler would nest a loop over the parameters.
 
 
 def _mean_like(factor: Tensor, total: Tensor, weight: Parameter) -> Tensor:
@@ -224,11 +224,11 @@ def _clear(accumulator: Parameter) -> Tensor:
     return ops.assign(accumulator, ops.zeros_like(accumulator))
 
 
-# The global norm of gradients of which each device has a part, or a copy, or a part shared with some: the compiler
-# looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient to a square root,
-# divides each sum by the number of devices that have it too, and adds all up over the devices.
+# The global norm of gradients of which devices have parts or copies. Between a gradient and a square root, the compiler
+# looks for a square, a sum and an ExpandDims with the attribute ``grad_scale``. It divides each sum by the number of
+# devices with the same values, and adds the sums up over all devices.
 _mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
-# Over all axes, by no shape: each device will have another one than this graph.
+# Reduce over all axes without naming them, since the shapes on the devices differ from those in this graph.
 _reduce_sum = ops.ReduceSum()
 
 
@@ -243,13 +243,13 @@ def _marked_square(grad: Tensor) -> Tensor:
 def _marked_squares(before: Tensor, after: Tensor) -> Tensor:
     total = _sum_of_squares(before)
     both = ops.stack((total, _sum_of_squares(after)))
-    # The way from the gradient, which the stack hides.
+    # The stack hides the path from the gradient, so add that dependency explicitly.
     return _mark(ops.depend(both, total), 0)
 
 
 def _accumulator_of(weight: Parameter) -> Parameter:
-    """Return float32 zeros that the compiler knows, by a clone's name, for the sums of ``weight``'s gradient."""
-    # Not `weight.clone()`, which keeps the dtype and the initial values of a weight that has not got them yet.
+    """Return float32 zeros for the sums of ``weight``'s gradient, which the compiler recognises by a clone's name."""
+    # Not `weight.clone()`, which keeps the dtype and the pending initializer of the weight.
     name = f"accu_grads.{weight.name}"
     accumulator = Parameter(initializer("zeros", weight.shape, ms.float32), name)
     info = weight.param_info.clone()

@@ -10,7 +10,7 @@ from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, c
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
 BadMicroBatch = Literal["skip_window", "drop"]  # The type of the argument `bad_micro_batch`.
-# For those who have overridden `construct` of MindSpore's cell.
+# The advice for users who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
     "Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a callback's on_update_end(), or "
     "write the step as a loop with an Accumulator."
@@ -24,11 +24,11 @@ class StepSettings:
     owner: str  # Class name used in error messages.
     accumulation_steps: int
     clip: ClipCell
-    precision: Precision  # With the loss scale, which belongs to one network.
+    precision: Precision  # Includes the loss scale, which belongs to one network.
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.
     compiles: bool  # True if the user's code is compiled in PYNATIVE mode, too.
-    check_loss: bool  # True if the first batches are measured, see `LossCheck`.
+    check_loss: bool  # True if the loss is measured on the first batches, see `LossCheck`.
 
     @staticmethod
     def checked(
@@ -58,7 +58,7 @@ class StepSettings:
         )
 
     def of_sums(self) -> dict[str, Any]:
-        """Return the arguments of `build_reducers` that are settings."""
+        """Return the settings that `build_reducers` takes."""
         return {"drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
 
     def agreed(self) -> dict[str, object]:
@@ -73,7 +73,7 @@ class StepSettings:
 
 
 def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None:
-    """Raise unless the further arguments of MindSpore's cell ask for what they do by default."""
+    """Raise unless the further arguments of MindSpore's cell have their default values."""
     remedy = (
         "Give mixed_precision=FixedLossScaleManager(1024.0, False), for example, which divides the gradient by the "
         "scale again, and an optimizer without a loss_scale."

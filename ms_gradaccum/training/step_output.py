@@ -12,7 +12,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import argument_error
 
-# The loss as NumPy has it, and whatever else NumPy asks for.
+# The loss as a NumPy array, and the arguments that NumPy's protocols pass.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
@@ -23,13 +23,13 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     It unpacks into three items as MindSpore's steps with a loss scale do, ``loss, overflow, loss_scale = step(x, y)``:
     ``LossMonitor`` reads item 0, ``Model`` item 1, fault tolerance item 2. The rest are attributes. All are tensors.
-    What only an update can tell is NaN in a call that ended inside a window.
+    Values that only an update determines are NaN in a call that ended inside a window.
 
-    Where a number is wanted it is its loss: in ``float(output)``, ``np.mean(outputs)``, ``total += output``,
+    Used as a number, a StepOutput is its loss: in ``float(output)``, ``np.mean(outputs)``, ``total += output``,
     ``output < 0.1`` and ``f"{output:.4f}"``. (A tensor on the left of an operator takes ``output.loss``.)
 
     Attributes:
-        loss: Weighted mean loss of the window so far: at its end, what the same rows give as one batch. Float32
+        loss: Weighted mean loss of the window so far; at its end, the loss of the same rows as one batch. Float32
             scalar (float64 for float64 weights, as `weight`). None for gradients that came without a loss.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
@@ -37,8 +37,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter if the
-            optimizer's groups have rates of their own. NaN where only an update that was not made could tell, and in a
-            graph with a schedule that has parameters of its own.
+            optimizer's groups have rates of their own. NaN if only an update could determine it and none was made, and
+            in a graph whose schedule has parameters of its own.
         weight: Weight of the window so far: rows, or what the network counts (tokens). Float32 scalar.
         other_losses: Of a `GradAccumulation` with `losses`, the mean of each further loss that the network returns, as
             `loss` is: a tuple of float32 scalars in the network's order. Else empty.
@@ -58,9 +58,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """
 
     _fields = tuple("loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split())
-    # The values of all fields. Each has a property: nobody assigns one, and type checkers show its type.
+    # The values of all fields. The properties make them read-only, and give type checkers their types.
     _values: tuple[Tensor, ...]
-    # As they were given: read when they are asked for, since that waits for the device.
+    # The items as given. They are read only on demand, because a read waits for the device.
     _others: Tensor | Sequence[Tensor]
 
     def __new__(
@@ -75,7 +75,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         weight: Tensor,
         other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
-        # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
+        # A step gives one tensor in place of a tuple: a row of sums above a row of weights, with 0 for no weight.
         items = (cast(Tensor, loss), overflow, loss_scale)
         output = super().__new__(cls, items)
         output._values = (*items, updated, grad_norm, clipped_grad_norm, learning_rate, weight)
@@ -134,15 +134,15 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @property
     def ends_window(self) -> bool:
         """True if this call ended its window, with an update or a skipped one."""
-        # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
+        # This does not wait for the device: inside a window both are host constants; at its end the step has read them.
         return bool(self.is_updated or self.has_overflow or np.isfinite(self.grad_norm.asnumpy()))
 
     def _asdict(self) -> dict[str, Tensor | None]:
-        """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
+        """Return all fields by name, as a NamedTuple does, without `other_losses`, which are not scalars."""
         return dict(zip(self._fields, self._values))
 
     def _replace(self, **fields: object) -> "StepOutput":
-        """Return a copy with other values for some fields, as of a NamedTuple."""
+        """Return a copy with other values for some fields, as a NamedTuple does."""
         other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
         for field, name in (("updated", "is_updated"), ("overflow", "has_overflow")):
             if field not in fields and name in vars(self):
@@ -183,7 +183,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return float(self.asnumpy())
 
     def __array_ufunc__(self, ufunc: object, method: str, *values: object, **settings: object) -> Any:
-        # All operators come here. No tensor is returned: on the left of a sum it would add to a tuple.
+        # All operators come here. Never return a tensor: on the left of a sum, a tensor would add to a tuple.
         return getattr(ufunc, method)(*(_number(value) for value in values), **settings)
 
     def __eq__(self, other: object) -> Any:
@@ -212,7 +212,7 @@ def with_one_norm(outputs: list[StepOutput]) -> list[StepOutput]:
 
 
 def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput:
-    """Return the reports of several optimizers as one. After a clip by value each has a norm of its own."""
+    """Merge the reports of several optimizers into one. After a clip by value, each optimizer has its own norm."""
     rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
     clipped = outputs[0].clipped_grad_norm
     if has_own_norms and outputs[0].is_updated:

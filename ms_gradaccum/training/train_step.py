@@ -38,7 +38,7 @@ class HostDrivenStep(Step):
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
-        # As parts of a larger graph.
+        # The parts for use inside a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
@@ -47,7 +47,7 @@ class HostDrivenStep(Step):
         self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
 
     def attach_to(self, step: nn.Cell) -> None:
-        """Let MindSpore's saving, which asks ``step`` for the whole of a parameter, know how to gather one."""
+        """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
         step.parameter_layout_dict = dict.fromkeys(self.reducer.gathers, _ANY_LAYOUT)
         step.parallel_parameter_merge_net_dict = self.reducer.gathers
         weakref.finalize(step, self.warn_if_open)
@@ -59,7 +59,7 @@ class HostDrivenStep(Step):
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
             if self.window.goes_on(error):
-                self._end_batch(batches)  # As the other ranks do.
+                self._end_batch(batches)  # The other ranks end theirs, too.
             else:
                 self.events.batches -= 1
             raise
@@ -77,8 +77,8 @@ class HostDrivenStep(Step):
         return self._end_batch(self.window.count.get())
 
     def _end_batch(self, batches: int) -> StepOutput:
-        """Count a batch of a window that had ``batches``, and end the window if it is the last one."""
-        # A checkpoint may have come with more than this step collects.
+        """Count a batch of a window that had ``batches`` before, and end the window if this batch is its last."""
+        # A loaded checkpoint may have more batches than this step's windows.
         if batches + 1 >= self.accumulation_steps:
             return self._close()
         self.window.count.set(batches + 1)
@@ -88,7 +88,7 @@ class HostDrivenStep(Step):
         try:
             self.events.tell("on_update_begin")
         except BaseException as error:
-            # Else its rows would be in the next window, too.
+            # Otherwise its rows would be in the next window, too.
             goes_on = self.window.goes_on(error)
             if not (goes_on and self.window.is_reduced):
                 self.window.discard(for_all=True)
@@ -112,7 +112,7 @@ class HostDrivenStep(Step):
         return output if output.is_updated or output.has_overflow else None
 
     def warn_if_open(self) -> None:
-        """Warn if a step goes, or its program ends, with a window that nobody has finished."""
+        """Warn if a window is still open when the step is deleted or the program ends."""
         batches = 0 if self.is_carried else self.open_batches()
         if batches:
             warn_of_open(_OWNER, batches, "at the end of its step")
@@ -151,9 +151,9 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         if last_batch_of_the_window:
             optimizer(clip(sums / weight))
 
-    Called from Python, each micro batch is a forward and a backward pass of its own, so that the activations of one
-    micro batch live at a time and compile time does not depend on `micro_size`. Inside a larger graph (data sink mode),
-    the whole window is part of that graph.
+    In a call from Python, each micro batch has its own forward and backward pass. Only one micro batch's activations
+    live at a time, and compile time does not depend on `micro_size`. Inside a larger graph (data sink mode), the whole
+    window is part of that graph.
 
     It never calls ``set_train()``, as MindSpore's own step does not: where there is BatchNorm or Dropout, call it
     before the first batch. :class:`Model` does so by itself.
@@ -162,25 +162,25 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         network (Cell): A :class:`GradAccumulation`, alone or in ``AutoParallel``, or a loss cell for whole batches.
         optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
             ``mindspore.experimental.optim`` over parameters of `network`.
-        sens (Union[float, None]): Of MindSpore's cell: ``None`` or 1, else see `mixed_precision`. Default: ``None``.
-        return_grad (bool): Of MindSpore's cell: ``False``. Default: ``False``.
+        sens (Union[float, None]): MindSpore's argument: ``None`` or 1 (see `mixed_precision`). Default: ``None``.
+        return_grad (bool): MindSpore's argument: only ``False``. Default: ``False``.
 
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
             Default: ``None``.
-        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): What computes in half
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): The part that computes in half
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
-            settings; or only how the loss is scaled, by an object of ``mindspore.amp``. Default: ``None``.
+            settings; or only the loss scaling, by an object of ``mindspore.amp``. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
-        bad_micro_batch (str): What becomes of an Inf or a NaN in a gradient or loss. ``"skip_window"``: its window
-            makes no update. ``"drop"``: its micro batch is left out with its weight, on whichever rank, which costs a
-            pass over the gradients of each micro batch. Default: ``"skip_window"``.
+        bad_micro_batch (str): Treatment of an Inf or a NaN in a gradient or loss. ``"skip_window"``: its window makes
+            no update. ``"drop"``: its micro batch is left out with its weight, on any rank. This costs a pass over the
+            gradients of each micro batch. Default: ``"skip_window"``.
         compile (Union[bool, None]): ``None``: network, loss and optimizer run as a compiled graph in GRAPH mode, op by
-            op in PYNATIVE mode. ``True``: as a graph there too, which is often several times as fast, and in which
-            Python control flow runs once; :func:`verify` tells whether it trains the same. Default: ``None``.
-        check_loss (bool): Whether forward passes of some rows of the first batches tell if the loss can be trained in
-            micro batches, with a warning if not. Nothing of the training changes. Default: ``True``.
+            op in PYNATIVE mode. ``True``: as a graph there too, often several times as fast, but Python control flow
+            then runs only once; :func:`verify` shows whether it trains the same. Default: ``None``.
+        check_loss (bool): Whether to test, with forward passes of some rows of the first batches, if the loss can be
+            trained in micro batches, and warn if not. The training itself does not change. Default: ``True``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -191,7 +191,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     Raises:
         TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, the
-            device lacks what `mixed_precision` asks for, or `sens` or `return_grad` ask for something; later, if
+            device lacks what `mixed_precision` asks for, or `sens` or `return_grad` has another value; at a call, if
             `compile` is ``True`` and the network has hooks.
         RuntimeError: If it is called after another step was built with its optimizer.
 
@@ -211,7 +211,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         102.0 [[2.04]]
     """
 
-    # True if `parameters_and_names` yields the parameters of a checkpoint, which are whole.
+    # True if `parameters_and_names` yields the whole parameters, as for a checkpoint.
     _shows_whole = False
 
     def __init__(
@@ -246,7 +246,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             self.body = HostDrivenStep(self.network, optimizer, kind, settings)
         self.events = self.body.events
         self.body.attach_to(self)
-        # What has the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
+        # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
         self.windows: list[Window | Step] = [self.body.window if isinstance(self.body, HostDrivenStep) else self.body]
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
@@ -258,12 +258,12 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     @property
     def scale_sense(self) -> Tensor:
-        """The loss scale of the open window, by the name that MindSpore's step with a loss scale has for it."""
+        """The loss scale of the open window, with the name from MindSpore's step with a loss scale."""
         scale: Tensor = self.body.loss_scale.value()
         return scale
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
-        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
+        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. No other method does so."""
         super().set_train(mode)
         # A compiled cell has a phase of its own.
         for cell in self.windows[0].compiled_cells():
@@ -277,7 +277,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             cell.set_jit_config(jit_config)
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
-        """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: the whole ones of shards."""
+        """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
         for name, parameter in super().parameters_and_names(name_prefix, expand):
             saved: Parameter | None = parameter
             for reducer in self.windows[0].reducers if self._shows_whole else ():
@@ -309,7 +309,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
-        """Join the collectives of a batch with no local data, which counts as a batch of the window.
+        """Join the collectives of a batch with no local data. It counts as a batch of the window.
 
         All other processes must call the step, or join, at the same time.
         """
@@ -324,13 +324,13 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if there is none.
 
-        All processes must call it, with an empty window too.
+        All processes must call it, even with an empty window.
         """
         self.check_claims()
         return self.body.flush()
 
     def drop(self) -> int:
-        """Throw an unfinished window away and return the number of batches that it had."""
+        """Discard an unfinished window and return its number of batches."""
         return self.body.drop()
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 class GroupFactors(nn.Cell):
-    """The factor of each gradient that clips its group by the group's norm."""
+    """The factor of each gradient, for a clip of each group by the group's norm."""
 
     def __init__(self, clip: ClipByGroupNorm, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
@@ -47,7 +47,7 @@ class GroupFactors(nn.Cell):
         self.limits = Tensor(limits, ms.float32)
 
     def construct(self, factor: Tensor) -> Grads:
-        """Return the factors for means, which are the sums times ``factor``."""
+        """Return the factors for the means, where a mean is its sum times ``factor``."""
         squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
         # A product with 0 would spread the NaN of one group to all.
         norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
@@ -62,9 +62,9 @@ class Update(nn.Cell):
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed: float) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
-        # The optimizer divides by the handed scale because it knows the loss scale.
+        # An optimizer that knows the loss scale divides by it: it gets gradients times this scale.
         clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed
-        # One of the three: one factor for all sums, a factor for each sum, or a clip of each element.
+        # One of three ways to clip: one factor for all sums, a factor for each sum, or a clip of each element.
         self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
         self.by_group = GroupFactors(clip, reducer) if isinstance(clip, ClipByGroupNorm) else None
         self.by_value = clip if isinstance(clip, ClipByValue) else None
@@ -73,7 +73,7 @@ class Update(nn.Cell):
         self.in_place = all(total.dtype == parameter.dtype for total, parameter in pairs)
         self.parameters = all_parameters(optimizer)
         self.has_branches = may_have_branches(optimizer)
-        # Else a graph runs the optimizer without the hook that sees calls by others.
+        # Otherwise a graph runs the optimizer, without the hook that detects other callers.
         self.needs_call = needs_call(optimizer)
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class Update(nn.Cell):
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
     def mean_gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return as `gradients`, but nothing in place of sums that an optimizer outside of the graph takes."""
+        """Return as `gradients`, but no gradients if an optimizer outside of the graph takes the sums themselves."""
         clipped_norm, ready = self.gradients(norm, *limit)
         return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
     def gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return the norm after clipping and what the optimizer takes. A ``limit`` replaces that of the clip."""
+        """Return the norm after clipping and the optimizer's input. A ``limit`` replaces the clip's own limit."""
         means = self.means(norm, *limit)
         clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
         if self.handed_scale != 1.0:
@@ -98,7 +98,7 @@ class Update(nn.Cell):
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
     def factor(self, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Return the factor between the sums and the means, with that of a clip by the norm of all of them."""
+        """Return the factor from the sums to the means, times that of a clip by the global norm."""
         factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
         return factor if self.by_norm is None else factor * self.by_norm.factor(norm, *limit)
@@ -130,7 +130,7 @@ class Update(nn.Cell):
         return self.buffer.clear(self.reducer.after_update(updated))
 
     def fits_kernels(self) -> bool:
-        """Return whether the means need no graph where the user's code runs op by op."""
+        """Return whether, op by op, the kernels can compute the means without a graph."""
         return self.by_norm is not None and self.handed_scale == 1.0 and self.reducer.fits_kernels()
 
     def means_at_once(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
@@ -141,12 +141,12 @@ class Update(nn.Cell):
             return clip.norm_after(norm, *limit), ()
 
     def end_at_once(self, nothing: Tensor) -> None:
-        """Clear the buffer op by op, with one operator. Zero has the same bytes as a float and as an int."""
+        """Clear the buffer op by op, with one operator. A float 0 and an int 0 have the same bytes."""
         with op_by_op():
             at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
 
     def optimize(self, done: Done) -> Done:
-        """Run the optimizer alone, on the sums, as part of a graph."""
+        """Run only the optimizer, on the sums, as part of a graph."""
         done = copy_after(done, self.optimized(tuple(self.reducer.sums)))
         return self.keep_storage(done) if self.has_branches else done
 
@@ -155,8 +155,8 @@ class Update(nn.Cell):
 
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
-        # One that is used only in a branch would keep its old storage when a checkpoint is loaded. The reads come after
-        # the update, because the compiler copies what is read before; their cost is quadratic in their number.
+        # A parameter used only in a branch would keep its old storage when a checkpoint is loaded. The reads come after
+        # the update, because the compiler copies values that are read before it; their cost is quadratic.
         value = copy_after(value, ())
         return ops.depend(value, map_tensors(ops.partial(_look_at, value), self.parameters))
 
@@ -174,13 +174,13 @@ class EagerUpdate:
         if needs_graphs:
             self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
             self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
-        # Called op by op, the graph of MindSpore would keep using the old weights after a checkpoint was loaded.
+        # Op by op, MindSpore's graph of the optimizer would use the old parameters after a checkpoint is loaded.
         compiles = not needs_graphs and compiles_itself(self.optimizer)
         self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
-        # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
+        # The optimizer and the optimizers inside it. MindSpore may compile parts of each.
         self.optimizers = optimizers_in(self.optimizer)
         self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
-        # The memory addresses of the last run, and the phase of the graphs that MindSpore has compiled with them.
+        # The memory addresses of the last run, and the phase of the graphs that MindSpore compiled for these addresses.
         self.places: list[int] | None = None
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
@@ -203,17 +203,17 @@ class EagerUpdate:
         return clipped_norm
 
     def _run_op_by_op(self, grads: Grads) -> None:
-        # If parameters or states have moved in memory, MindSpore must recompile its parts of the optimizer. Those of
-        # `mindspore.experimental` are looked up by the phase, and would keep using the old memory.
+        # If parameters or states have moved in memory, MindSpore must recompile its parts of the optimizer. For
+        # `mindspore.experimental`, it looks them up by the phase, and would keep using the old memory.
         places = self._places()
         if places != self.places:
             self.phase = f"update {next(_phases)}"
         for optimizer in self.optimizers:
-            optimizer.phase = self.phase  # Also after `set_train`, which gives it another one.
-        # Without the hook that sees calls by others.
+            optimizer.phase = self.phase  # Set again, since `set_train` changes the phase.
+        # Bypass the hook that detects other callers.
         run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
         with op_by_op():
-            # A user's optimizer may keep its inputs: it gets copies of the sums.
+            # A user's optimizer may keep its inputs, so it gets copies of the sums.
             run(grads or tuple(total.value() if self.is_users else total for total in self.sums))
         # A user's optimizer may have moved them itself.
         self.places = self._places() if self.is_users else places

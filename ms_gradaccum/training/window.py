@@ -25,11 +25,11 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
-# The number of windows that are checked for changes of the learning rate, a read of the device, and of the network.
+# The number of windows in which changes of the learning rate (a read from the device) and of the network are checked.
 WATCHED_WINDOWS = 4
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-# All windows of the program, which may update each other's networks.
+# All windows of the program: one may update another's network.
 _windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
 _MIXTURE = (
     "For '{owner}', the parameters of the network must stay as they are in a window, but another step has updated some "
@@ -39,21 +39,21 @@ _MIXTURE = (
 
 
 class Window:
-    """The window of one network, from its micro batches to the update, discarded as a whole if a part of it fails."""
+    """The window of one network, from its micro batches to the update. If a part fails, all of it is discarded."""
 
-    # True if the optimizers report calls by somebody else; has_claims: if they belong to no step that was built later.
+    # True if the optimizers report other callers. `has_claims` is False once a later step has the same optimizers.
     watches_calls = has_claims = True
-    is_reduced = False  # True if the sums are those of all ranks already.
-    # The report of each optimizer on the full window, before the update.
+    is_reduced = False  # True if the sums are already reduced over all ranks.
+    # The reports of the optimizers on the full window, before the update.
     outputs: list[StepOutput] | None = None
-    is_counted = False  # True if the batch under way is another loss of one that is counted.
-    has_loss = True  # False if gradients of the window came without a loss.
+    is_counted = False  # True if the current batch is another loss of a batch that is already counted.
+    has_loss = True  # False if the caller gave gradients of the window without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
-    is_watched = True  # True while the first windows are checked for changes inside.
-    # The first batch or gradients of this rank, if there are several: what it is, and its hash.
+    is_watched = True  # True while the first windows are checked for changes between their batches.
+    # With several ranks: the kind of this rank's first input (a batch or gradients), and its hash.
     first: list[str] | None = None
-    ended, is_alike = 0, True  # The number of windows that have ended; whether the ranks have always trained alike.
-    has_told = False  # True once a warning has said that a window was skipped for a gradient that is not finite.
+    ended, is_alike = 0, True  # The number of ended windows; False once the ranks have differed.
+    has_told = False  # True after the first warning of a skipped window with a non-finite gradient.
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Window:
         self.optimizers, self.reducers = list(optimizers), list(reducers)
         self.loss_scale = settings.precision.loss_scale
         self.several, self.comes_reduced = reducers[0].several, reducers[0].comes_reduced
-        # Of several buffers the first one has the number of batches.
+        # The first buffer counts the batches for all.
         self.count = BatchCount(reducers[0].buffer)
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The other windows that update some of the network, and at each batch of the open window the learning rates and
-        # the numbers of their updates.
+        # The other windows that update parts of the network; and, for each batch of the open window, the learning rates
+        # and the numbers of updates of these other windows.
         self._others: list[Window] = []
         self._seen: list[tuple[list[float], list[int]]] = []
         self._in_use = threading.Lock()
@@ -85,11 +85,11 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """True if there is a batch in the buffers."""
+        """True if the buffers contain a batch."""
         return self.count.get() > 0
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
+        """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
         batches, scale = self.count.read(), self.loss_scale.numbers()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
@@ -124,7 +124,7 @@ class Window:
         return outputs
 
     def watch(self) -> None:
-        """Note what must not change between the batches of the first windows."""
+        """In the first windows, record the values that must not change between the batches."""
         if not self._seen:
             own = {id(parameter) for parameter in self.network.get_parameters()}
             self._others = [each for each in _windows if each is not self and each.updates_any(own)]
@@ -134,11 +134,11 @@ class Window:
         return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
 
     def updates_any(self, parameters: set[int]) -> bool:
-        """Return whether it updates some of these parameters, given by their ids."""
+        """Return whether this window updates some of these parameters, given by their ids."""
         return any(id(each) in parameters for reducer in self.reducers for each in reducer.replicas())
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
-        """Discard the window if the failed batch was added in part, and join its collectives."""
+        """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
         self.network.head(error)
         # The other ranks may have reduced the sums already.
         self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
@@ -150,20 +150,20 @@ class Window:
             self.micro_steps.join(self.micro_steps.rounds)
 
     def note_first(self, what: str, tensors: object) -> None:
-        """Note the first batch or gradients of this rank, if there are several."""
+        """With several ranks, record the first batch or gradients of this rank."""
         if self.several and self.first is None:
             found = hash_of(tensors)
             self.first = [what, found.hex()] if found else []
 
     def compare_ranks(self) -> None:
-        """Compare what the ranks have begun with and what they train. Collective: also for those without a batch."""
+        """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
         if self.several and self.is_alike:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
             self.is_alike = compare_ranks(self.owner, self.first or [], self._rates(), shared, not self.updates_made)
             self.first = []
 
     def goes_on(self, error: BaseException) -> bool:
-        """Return whether this rank stays in its window after an error, which a program may catch."""
+        """Return whether this rank stays in its window after an error that a program may catch."""
         can = self.several and not (is_lost(self.owner, error) or self.comes_reduced)
         return can and isinstance(error, Exception) and not isinstance(error, (StopIteration, RanksDiffer))
 
@@ -179,7 +179,7 @@ class Window:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                # After the sums, which some ranks may have sent with their last micro batch.
+                # Compare after the sums, which some ranks may have sent with their last micro batch.
                 if self.ended in COMPARED_WINDOWS:
                     self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
@@ -189,7 +189,7 @@ class Window:
         return self.outputs[0]
 
     def close(self) -> StepOutput:
-        """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
+        """Update, clear the buffers and return the report. Python decides whether to update."""
         updated = self.reduce().is_updated
         if self.is_watched:
             self._check_changes()
@@ -204,12 +204,12 @@ class Window:
             self.updates_made += updated
             if self.loss_scale.searches:
                 bad = self.ends[0].is_bad
-                if len(outputs) > 1:  # One of the other optimizers can have overflowed.
+                if len(outputs) > 1:  # Another optimizer may have an overflow.
                     bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
                 self.loss_scale.adjust(outputs[0].is_updated, bad)
             self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
             if self.overflows_in_a_row >= MAX_OVERFLOWS:
-                # No loss scale helps against a broken gradient.
+                # No smaller loss scale can repair such a gradient.
                 self.overflows_in_a_row = 0
                 raise RuntimeError(broken_gradient(self.owner))
         except BaseException:
@@ -283,13 +283,13 @@ class Window:
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()
-        # Not in windows of one batch, which nobody counts.
+        # Windows of one batch are not counted.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
 
 
 def _why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:
-    """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
+    """Return the cause of a non-finite norm of the sums. A sum is ``weight`` times ``scale`` times the gradient."""
     if weight == 0.0:
         return "an Inf or a NaN in each micro batch"
     if not math.isfinite(weight):

@@ -1,4 +1,4 @@
-"""The order of an update. No other file knows it."""
+"""The order of an update, which only this file defines."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.update import EagerUpdate, Update
 
-# The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
+# The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
 MAX_OVERFLOWS = 100
 
 
@@ -28,8 +28,8 @@ class WindowEnd(nn.Cell):
 
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
 
-    Called by the host, each half is a graph and Python reads the decision in between: `reduce`, `finish`.
-    In a larger graph the decision is a branch: `construct`.
+    From the host, `reduce` and `finish` each run one half as a graph, and Python reads the decision in between.
+    In a larger graph, `construct` runs both halves, and the decision is a branch.
     """
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
@@ -42,18 +42,18 @@ class WindowEnd(nn.Cell):
         self.eager = False  # True if the optimizer runs op by op in the current window.
         self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
-        # The keys say whether the ranks reduce the sums in it, and whether it has the learning rate, a user's code.
+        # The keys are flags: the ranks reduce the sums in it, and it contains the learning rate, which is user code.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
-        # The keys are the kind of clip of the caller (None: the window's own), and whether an `EagerUpdate` may run it.
+        # The keys are the kind of the caller's clip (None: the window's own), and a flag for an `EagerUpdate`.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
-        # True if the report needs no graph, which takes 7 MB, where the user's code runs op by op.
+        # True if, op by op, the report needs no graph, which would take 7 MB.
         self.fits_kernels = reducer.fits_kernels()
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
-        self.can_raise = device_target() == "CPU"  # Errors inside graphs have been tried on CPU alone.
+        self.can_raise = device_target() == "CPU"  # Errors inside graphs were tried only on CPU.
         self.broken = broken_gradient(self.owner)
-        # True if the loss scale was too large for the last window, or for a micro batch that was left out.
+        # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
         self.is_bad = Tensor(False)
 
     def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
@@ -68,13 +68,13 @@ class WindowEnd(nn.Cell):
         inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
         loss = ops.depend(self.buffer.loss * inverse, reduced)
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
-        # The norm of the sums is divided, which saves a pass over the gradient.
+        # Divide the norm of the sums by the weight, which saves a pass over the gradient.
         norm = norm * self.loss_scale.unscaled(inverse)
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         bad = overflow
         if self.buffer.dropped is not None:
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
-            # All of it was left out.
+            # All micro batches were dropped.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(ops.greater(weight, 0.0))))
         others = self.buffer.other_losses_after(reduced)
         return (bad, loss, overflow, self.loss_scale.value(), updated, norm, norm, rate, weight, *others)
@@ -179,7 +179,7 @@ class WindowEnd(nn.Cell):
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:
-    """Return whether a window with this norm has an overflow, and whether it makes an update, as part of a graph."""
+    """Return whether a window with this norm has an overflow, and whether to update, as part of a graph."""
     overflow = ops.logical_not(ops.isfinite(norm))
     # A window without weight (no valid token anywhere) has no mean and makes no update.
     updated = ops.greater(weight, 0.0)
@@ -190,7 +190,7 @@ def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, 
 
 @_primexpr
 def warn_of_no_end() -> None:
-    """Warn, while a larger graph is compiled, that nothing in it ends a training that makes no more updates."""
+    """Warn, while a larger graph is compiled, that the graph cannot end a training that makes no more updates."""
     warn(
         f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but "
         f"this device has no errors in a larger graph. Look at the outputs' `overflow`."
@@ -198,7 +198,7 @@ def warn_of_no_end() -> None:
 
 
 def broken_gradient(owner: str) -> str:
-    """Return the error of a training that makes no more updates."""
+    """Return the error text for a training that makes no more updates."""
     return (
         f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
         f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
