@@ -41,7 +41,7 @@ from ms_gradaccum.training.step_output import StepOutput
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
 _Reduction = Literal["mean", "sum"]
-# What `step` and `flush` return: None inside a window, a tuple of several networks.
+# Returned by `step` and `flush`: None inside a window, a tuple for several networks.
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -76,8 +76,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     Args:
         network (Union[Cell, list[Cell]]): Loss cell, or several that share the window. It returns a mean loss, or is a
             :class:`GradAccumulation` (which also splits each batch), or a :class:`TokenMeanLoss`.
-        optimizer (Union[Cell, list[Cell]]): Optimizer of the network's weights. For one network, also several of
-            different weights; for several networks, one each (an entry may be a list).
+        optimizer (Union[Cell, list[Cell]]): Optimizer of the network's weights. One network may have several, for
+            different weights; several networks take a list with one entry each (which may be a list).
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
 
     Keyword Args:
@@ -94,13 +94,13 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     Inputs:
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
-          `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
+          `mixed_precision`, gradients of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
           half precision.
         - **weight** (Union[int, float]) - The number of rows or tokens of the batch. Default: ``1.0``.
         - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
           sums. Default: ``"mean"``.
-        - **network** (Cell, optional) - The network that they belong to, of several. Default: ``None``.
+        - **network** (Cell, optional) - With several networks, the one that the gradients belong to. Default: ``None``.
 
     Outputs:
         :class:`StepOutput`, as of :class:`TrainOneStepCell`.
@@ -109,8 +109,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulation_steps` is less than 1 or contradicts `config`, or networks and optimizers
             do not fit.
-        RuntimeError: If the calls are out of order: two backward passes of a network in one batch, or a new batch
-            although a full window waits for `step`; or if another step was built with its optimizer since.
+        RuntimeError: If the calls are out of order: two backward passes of a network in one batch, or a new batch while
+            a full window waits for `step`; or if a later step was built with its optimizer.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -160,7 +160,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
         claim_optimizers(self.windows)
         self.window = LoopWindow(self.config, self.windows, self.events)
-        # By their numbers. Weak references, since a program may prepare anew for each pass.
+        # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
         self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
@@ -185,10 +185,10 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     @property
     def updated(self) -> bool:
-        """True if the current batch has led to an update, False if the gradient had an Inf or a NaN."""
+        """True if the current batch made an update, False if the gradient had an Inf or a NaN."""
         return self.window.updated
 
-    # A prepared object has all methods of the object, so it keeps its type.
+    # A prepared object has all methods of the original, so it keeps the type.
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
@@ -204,7 +204,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
-        An optimizer of this loop gets the ``step()`` and ``zero_grad()`` of the Accumulator, but for ``nn.AdaFactor``,
+        An optimizer of this loop gets the ``step()`` and ``zero_grad()`` of the Accumulator, except ``nn.AdaFactor``,
         which has a parameter ``step``.
 
         Args:
@@ -215,7 +215,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         prepared = tuple(prepare(item, self.window, self.datasets) for item in objects)
         for trained in self.windows:
             for optimizer in trained.optimizers:
-                # One may be there from another loop.
+                # The optimizer may have a step() from another loop.
                 is_free = isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial))
                 if is_free and any(item is optimizer for item in objects):
                     optimizer.step = functools.partial(self._step_of, trained)
@@ -223,7 +223,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
-        """Update a network once, whichever of its optimizers is asked."""
+        """Update a network once, at the first `step` of its optimizers."""
         if trained.is_open or len(trained.optimizers) == 1:
             return self.step(network=trained.names[0])
         trained.note_step()
@@ -235,7 +235,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return self.config.accumulation_steps
 
     def accumulate(self, *networks: nn.Cell) -> AbstractContextManager[None]:
-        """Return the context of one batch. It is known from its beginning whether it ends the window.
+        """Return the context of one batch. `sync_gradients` is known from its beginning.
 
         Args:
             networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
@@ -254,11 +254,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             self.window.withheld -= 1
 
     def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
-        """Return ``loss`` times the loss scale. Differentiate it for gradients that you take yourself.
+        """Return ``loss`` times the loss scale. Differentiate this product if you compute gradients yourself.
 
         Args:
-            loss (Tensor): A loss, of any shape and floating-point dtype.
-            network (Cell, optional): The network, of several. Default: ``None``, the only one.
+            loss (Tensor): A loss, of any shape and floating-point dtype. network (Cell, optional): The network, if
+            there are several. Default: ``None``, the only one.
         """
         check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()
@@ -268,14 +268,14 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     ) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
-        Outside ``accumulate()`` it counts as a batch of its own. Where MindSpore's tensors have a ``backward()``, it
-        also takes a loss that is computed already, ``backward(loss, weight=rows)``.
+        Outside ``accumulate()`` it counts as a batch of its own. If MindSpore's tensors have a ``backward()``, this
+        method also takes a computed loss: ``backward(loss, weight=rows)``.
 
         Args:
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
-            same_batch (bool): Whether it is another loss of the batch before in the same ``accumulate()``, with as many
-                rows. Its mean is added, and its rows do not count again. Default: ``False``.
+            same_batch (bool): Whether this is another loss of the previous batch in the same ``accumulate()``, with as
+                many rows. Its mean is added, and its rows do not count again. Default: ``False``.
         """
         trained = only_of(self.windows, network)
         check_bool(_OWNER, "same_batch", same_batch, "True adds another loss of the same rows.")
@@ -315,7 +315,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     ) -> tuple[Tensor | None, ...]:
         """Do the same inside a compiled function, and return the items of a StepOutput in a tuple.
 
-        The graph counts its batches itself, and does not know the end of the data: call `flush` there.
+        The graph counts its batches itself, and does not see the end of the data: call `flush` at that point.
         """
         if self.add_grads is None or self.end is None:
             _refuse_graph()
@@ -432,7 +432,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
 @_primexpr
 def _refuse_graph() -> None:
-    """Raise for a loop that no graph can hold."""
+    """Raise for a loop that does not work inside a graph."""
     raise ValueError(
         f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
         f"schedule, but got more. Call it from Python."
@@ -440,7 +440,7 @@ def _refuse_graph() -> None:
 
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
-    """Raise for Accelerate's arguments of a method that takes one."""
+    """Raise if a method that takes one argument gets Accelerate's two."""
     remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
     require(not more, _OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy, TypeError)
 

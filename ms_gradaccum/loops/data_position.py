@@ -1,7 +1,7 @@
-"""The order of the samples: its sources when a pass begins, and the resumption of a pass in the middle.
+"""The order of the samples: the random states that determine it, and the resumption of a pass in the middle.
 
 MindSpore's pipelines follow one seed, which is random unless the program sets it. Data in Python follows the generators
-of Python and NumPy. Both are noted when a pass begins; a resumed pass begins with them and leaves out what was seen.
+of Python and NumPy. Both are recorded when a pass begins. A resumed pass restores them and skips what was taken.
 """
 
 import secrets
@@ -27,17 +27,17 @@ _COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or i
 
 
 class Sources(NamedTuple):
-    """The sources of the order of the samples of an epoch."""
+    """The seed and the random states that determine the order of the samples in an epoch."""
 
-    seed: int  # Of MindSpore's pipelines.
-    random: State  # Of the generators of Python and NumPy.
+    seed: int  # The seed of MindSpore's pipelines.
+    random: State  # The states of Python's and NumPy's generators.
 
     @staticmethod
     def now(ranks: int) -> "Sources":
-        """Return the sources of a pass that begins now. One process without a seed gets one, which is then known."""
+        """Return the sources of a pass that begins now. A single process without a seed gets a known one."""
         seed = ds.config.get_seed()
         if seed == _UNSET and ranks == 1:
-            # A seed from the system leaves the program's own random numbers alone.
+            # Draw from the system, so that the program's own random numbers do not change.
             seed = secrets.randbelow(2**31)
         return Sources(seed, host_random_states())
 
@@ -61,20 +61,20 @@ class Sources(NamedTuple):
             yield
         finally:
             _config.set_seed(before)
-        # Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
+        # Threads of such data have already drawn more from Python's and NumPy's generators, so leave these as they are.
         if random_now is not None and not _draws_in_python(data):
             put_random_states(random_now)
 
 
 def _is_repeated(dataset: Dataset) -> bool:
-    """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
+    """Return whether a pipeline has the same order without a seed: sequential, or distributed among the ranks."""
     if dataset.children and not isinstance(dataset, ShuffleDataset):
         return all(map(_is_repeated, dataset.children))
     return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
 
 
 def _draws_in_python(dataset: object) -> bool:
-    """Return whether a pipeline calls Python functions, from threads of its own, which may draw random numbers."""
+    """Return whether a pipeline calls Python functions in its own threads. They may draw random numbers."""
     if not isinstance(dataset, Dataset):
         return False
     functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
@@ -89,9 +89,9 @@ def _draws_in_python(dataset: object) -> bool:
 
 @contextmanager
 def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
-    """Let iterators over ``dataset`` that begin here leave out its first batches, as if they had been taken."""
+    """Make iterators over ``dataset`` that begin in this context skip its first batches, as if they had been taken."""
     before = ds.config.get_fast_recovery()
-    # Fast recovery would not draw the random numbers of the batches that are left out.
+    # Fast recovery would not draw the random numbers of the skipped batches.
     ds.config.set_fast_recovery(False)
     dataset.set_init_step(batches)
     try:
@@ -104,7 +104,7 @@ def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
 def rest_of(
     data: Dataset | Iterable[object], batches: int, passed: Callable[[Dataset], Iterable[object]]
 ) -> Iterable[object]:
-    """Return the rest of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
+    """Return the rest of a pass over ``data`` after its first ``batches``; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):
         if batches == 0:
             return passed(data)
@@ -122,12 +122,12 @@ class PassPlace(NamedTuple):
     """The position of a process in its data."""
 
     epoch: int  # Number of the pass, from 0 on; -1 before the first one.
-    batches: int | None  # Number of its batches that were taken; None between two passes.
+    batches: int | None  # Number of batches taken in this pass; None between two passes.
     length: int | None  # Number of batches of a pass on this rank, if known.
-    sources: Sources | None  # Sources of the order of the samples of this pass.
+    sources: Sources | None  # Sources of the order of this pass.
     ranks: int = 1  # Number of processes that shared the data.
-    random_now: State | None = None  # States with which Python and NumPy go on after the resumed pass has begun.
-    first_epoch: int = 0  # Number of the pass with which the sources began.
+    random_now: State | None = None  # States of Python and NumPy to restore after the resumed pass has begun.
+    first_epoch: int = 0  # Number of the pass that the sources belong to.
 
     def as_json(self) -> State:
         sources = self.sources and self.sources._asdict()
@@ -135,7 +135,7 @@ class PassPlace(NamedTuple):
 
     @staticmethod
     def of_json(saved: State, ranks: int, random_now: State) -> "PassPlace":
-        """Return the place in a state that so many ranks have saved. Raise if it is invalid."""
+        """Return the place in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
         counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
         if sources is not None or counts["batches"] is not None:
@@ -146,13 +146,13 @@ class PassPlace(NamedTuple):
 
     @property
     def next_epoch(self) -> int:
-        """Number of the pass that the next batch is of."""
+        """Number of the pass of the next batch."""
         return self.epoch + (self.batches is None)
 
     def among(self, length: int | None, ranks: int) -> "PassPlace":
-        """Return the place on a rank of so many, which has ``length`` batches in a pass.
+        """Return the place for another number of ranks, each with ``length`` batches in a pass.
 
-        Another number of ranks shares the remaining samples anew. If they do not divide, some come twice.
+        The remaining samples are shared anew. If they do not divide evenly, some come twice.
         """
         if self.length is None or length is None or length == self.length:
             return self

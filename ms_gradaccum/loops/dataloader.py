@@ -26,9 +26,9 @@ Iterate = Callable[[Dataset], Iterable[object]]
 
 
 class PreparedDataset:
-    """A dataset whose last batch is known before it is used. Each iteration over it is an epoch.
+    """A dataset that knows its last batch before handing it out. Each iteration over it is an epoch.
 
-    All processes must iterate at the same time; those with fewer batches join the collectives of the others' last ones.
+    All processes must iterate at the same time. Those with fewer batches join the collectives of the other ones.
     """
 
     epoch = -1
@@ -60,7 +60,7 @@ class PreparedDataset:
         return functools.partial(self._call, name) if is_pipeline and callable(value) else value
 
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
-        """Call a method of the pipeline. Its iterators are prepared; a new pipeline would not be."""
+        """Call a method of the pipeline. Iterators are wrapped; a new pipeline is refused, since it is not prepared."""
         method = getattr(self.dataset, name)
         if name in _ITERATORS:
             settings = inspect.signature(method).bind(*args, **kwargs).arguments | {"num_epochs": 1}
@@ -75,7 +75,7 @@ class PreparedDataset:
         return self.passed(lambda data: data.create_tuple_iterator(num_epochs=1))
 
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
-        """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
+        """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
         (taken, sources, random_now), is_left = self._begin(), True
         left = len(self) - taken if self.ranks > 1 else 0
         lengths = gather_counts(left) if self.ranks > 1 else [left]
@@ -84,7 +84,7 @@ class PreparedDataset:
             with sources.begun(self.dataset, random_now):
                 batches = iter(rest_of(self.dataset, taken, iterate))
                 first = list(itertools.islice(batches, 1))
-            # Each batch is held until the next one is there, which tells whether it is the last one.
+            # Each batch is held until the next one is fetched, so that the last one is known.
             pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
             for place, (batch, following) in enumerate(pairs, taken + 1):
                 is_last = following is _END and missing == 0
@@ -92,7 +92,7 @@ class PreparedDataset:
                 yield batch
             is_left = False
             if self.handed.are_fetched:
-                # The batches of the other ranks come after those that this one has not trained yet.
+                # The other ranks' batches come after those that this rank has not trained yet.
                 self.handed.joins = missing
             else:
                 self.window.join_others(missing, self.epoch)
@@ -100,7 +100,7 @@ class PreparedDataset:
             self.window.passes.end(self.handed, is_left)
 
     def _begin(self) -> tuple[int, Sources, State | None]:
-        """Begin or resume a pass. Return its batches before, its order, and the random states after its first batch."""
+        """Begin or resume a pass. Return the batches to skip, its order, and the states after its first batch."""
         resumed = self.window.places.pop(self.number, None)
         place = resumed or PassPlace(self.epoch, None, None, None)
         place = place.among(None if place.length is None else len(self), self.ranks)
@@ -114,10 +114,10 @@ class PreparedDataset:
         """Return the position of this process in its data, between two batches."""
         length = len(self) if isinstance(self.dataset, (Dataset, Sized)) else None
         if self.number in self.window.places:
-            # No batch was taken since a state was loaded.
+            # No batch was taken after a state was loaded.
             return self.window.places[self.number].among(length, self.ranks)._replace(ranks=self.ranks)
         if self.handed.is_ahead and self.handed.waiting:
-            # Batches that were fetched and not trained are still to come.
+            # Fetched batches that were not trained count as not taken.
             first = self.handed.waiting[0]
             return PassPlace(first.epoch, first.place - 1, length, first.origin, self.ranks)
         newest = self.handed.newest
@@ -147,7 +147,7 @@ class PreparedIterator:
         return self
 
     def __next__(self) -> object:
-        # Once a state was loaded, the next batch is another one.
+        # After a state was loaded, begin a new iteration, because the next batch differs.
         if self.current is None or self.dataset.number in self.dataset.window.places:
             self.current = self.dataset.passed(self.iterate)
         try:

@@ -30,10 +30,10 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
     .. math::
         d_t = decay \cdot (1 - e^{-t / warmup\_updates}), \qquad ema = d_t \cdot ema + (1 - d_t) \cdot weight
 
-    The averages are float32, begin as the weights are at the first update, and are Parameters of the training step,
-    ``ema.weight`` for ``weight``, beside ``ema.updates``: its checkpoints and states have them. Add an EMA before
-    loading one, as a callback of ``Model.train``, ``Model.fit``, or ``add_callback`` in other loops. It does not see
-    updates inside a graph: data sink mode takes `sink_size` 1, and a compiled function that trains moves no averages.
+    The averages are float32 and start from the weights before the first update. They are Parameters of the training
+    step, ``ema.weight`` for ``weight``, with ``ema.updates``, so its checkpoints and states contain them. Before you
+    load one, add the EMA as a callback of ``Model.train`` or ``Model.fit``, or by ``add_callback``. It does not see
+    updates inside a graph: data sink mode needs `sink_size` 1, and a compiled training function moves no averages.
 
     Args:
         decay (float): Share of the average that an update keeps, between 0 and 1. Default: ``0.9999``.
@@ -68,7 +68,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         [[2.04]] ema.weight
     """
 
-    weights: tuple[Parameter, ...] = ()  # The averaged parameters; none before a training step has this as its cell.
+    weights: tuple[Parameter, ...] = ()  # The averaged parameters; empty until the EMA belongs to a training step.
     values: tuple[Parameter, ...] = ()  # Their averages.
     kept: tuple[Tensor, ...] = ()  # Their values while the averages are in the network.
 
@@ -80,7 +80,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
         require(self.decay < 1, _OWNER, "decay", "a number below 1", decay, remedy)
         self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
-        # The share 1 - d_t, in numbers that float32 holds: 1 - decay of a float32 decay would be off by 1e-4 of itself.
+        # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
         shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
         self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
@@ -108,7 +108,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.count = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
         self.tensor_chunks = chunks_of([value.size for value in self.values])
-        self.__dict__["weights"] = ParameterTuple(weights)  # Past the Cell, which would have them as its own, by name.
+        self.__dict__["weights"] = ParameterTuple(weights)  # A Cell would register them as its own.
         self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.start()
         step.ema_averages = self
@@ -124,7 +124,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         return copy_after(share, done)
 
     def start(self) -> None:
-        """Before the first update, start from the weights, which may have been loaded since."""
+        """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
             raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
         self.check_weights(_OWNER)
@@ -149,9 +149,9 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Context that has the averages in the network. Training there, saving or loading a state raises an error."""
+        """Context with the averages in the network. Training, saving and loading a state raise an error inside it."""
         self.start()
-        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
+        # Tensors, since parameters would belong to the step; copied, since they would share the weights' memory.
         self.kept = tuple(Tensor(weight.copy()) for weight in self.weights)
         try:
             _assign(self.weights, self.values)
@@ -173,7 +173,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
     def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
-        # It would be told only of the last update of a larger sink.
+        # In a larger sink, the EMA would see only the last update.
         size = params.get("sink_size") if params.get("dataset_sink_mode") else 1
         require(size == 1, _OWNER, "sink_size", "1 in data sink mode", size, "Or train with dataset_sink_mode=False.")
 
@@ -195,6 +195,6 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
 
 
 def _assign(targets: tuple[Parameter, ...], values: tuple[Tensor, ...]) -> None:
-    """Copy tensors into parameters, one by one from the host, which needs no compilation and happens rarely."""
+    """Copy tensors into parameters, one by one from the host. This is rare, and needs no compilation."""
     for target, value in zip(targets, values, strict=True):
         ops.assign(target, ops.cast(value, target.dtype))

@@ -1,4 +1,4 @@
-"""The work of Model around the steps of a training, by which windows, ranks and states fit its epochs."""
+"""Callbacks of Model that align windows, ranks and saved states with the epochs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,7 +21,7 @@ _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 
 @runtime_checkable
 class ResumingCallback(Protocol):
-    """A callback that saves the states of a training. It runs after all others, since it saves their changes."""
+    """A callback that saves the states of a training. It runs last, so that it saves the changes of the others."""
 
     def watching(self, model: ms.Model) -> AbstractContextManager[None]: ...
 
@@ -29,7 +29,7 @@ class ResumingCallback(Protocol):
 
 
 class StopTogether(Callback):
-    """The last callback of a training of several ranks, which all stop after an epoch if one of them does."""
+    """The last callback of a training with several ranks: it stops all ranks after an epoch if one of them stops."""
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         stops = gather_counts(run_context.get_stop_requested())
@@ -45,12 +45,12 @@ class StopTogether(Callback):
 class PassSteps(Callback):
     """The first callback of a training, which completes each step before the other callbacks see it.
 
-    A pass has as many steps on each process as batches on the process with the most: the others join in them.
+    On every process, a pass has as many steps as the process with the most batches: the others join its last steps.
     """
 
     in_pass = False
-    in_sinks = False  # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
-    done = 0  # The number of steps of all passes that are done.
+    in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
+    done = 0  # The number of finished steps of all passes.
     begun = 0  # The number of steps at the beginning of this epoch.
     run_context: RunContext = None
     sources: Sources | None = None
@@ -66,13 +66,13 @@ class PassSteps(Callback):
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
-        # In a pass, the number of steps on every process, and of batches that all of them have.
+        # In a pass, the number of steps on every process, and the number of batches that all processes have.
         self.steps, self.common = max(lengths), min(lengths)
-        self.left = self.steps  # Those of this epoch, which a resumed training begins in mid-pass.
+        self.left = self.steps  # The steps left in this epoch. A resumed training begins it in mid-pass.
         self._until_first_batch = ExitStack()
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
-        """Load the last state and let the training go on there. Return False if it has ended already."""
+        """Load the last state to continue the training. Return False if the training has already ended."""
         if self.model.resumed_place is None:
             remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
             require(checkpoints, _OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
@@ -89,7 +89,7 @@ class PassSteps(Callback):
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Note the sources of the order of the samples, or begin with those that a state has."""
+        """Record the sources of the order of the samples, or restore those of a loaded state."""
         self.sources = self.sources or Sources.now(self.world.size)
         place = self.resumed
         with self._until_first_batch as stack:
@@ -106,7 +106,7 @@ class PassSteps(Callback):
         return batches == 0 or batches < self.common or self.common == self.steps
 
     def place(self) -> PassPlace:
-        """Return where this process is in its data, after a step."""
+        """Return the position of this process in its data, after a step."""
         require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
         passes, batches = divmod(self.done, self.steps)
         if not self.is_common:
@@ -124,7 +124,7 @@ class PassSteps(Callback):
         self.run_context = run_context
         self.train_step.body.is_carried = self.model.last_window == "carry"
         params = run_context.original_args()
-        # MindSpore counts by a sink_size even where the data does not sink.
+        # MindSpore counts epochs by sink_size even without data sink mode.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
         self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
         if not self.in_sinks:
@@ -137,7 +137,7 @@ class PassSteps(Callback):
         elif self.keeps_states or self.resumed is not None:
             rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
         elif not is_carried and self.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
-            # A sink is one graph there, in which a pass cannot end.
+            # In data sink mode a sink is one graph, and a pass cannot end inside it.
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
             remedy = "Give last_window='carry', or as many batches as whole windows have."
         require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
@@ -146,7 +146,7 @@ class PassSteps(Callback):
         self.in_pass, self.begun = True, self.done
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        # The first batch is there.
+        # The pipeline has begun, with its first batch.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
             put_device_random_state(self.resumed.random_now)
@@ -159,7 +159,7 @@ class PassSteps(Callback):
             # In data sink mode a graph has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
         if events.batches == self.batches and events.heard and params.net_outputs.ends_window:
-            # A graph has made an update by itself: in data sink mode, the last one of a sink.
+            # A graph has made this update by itself. In data sink mode, only the last update of a sink is seen.
             events.update_end(params.net_outputs)
         self.batches = events.batches
         if self.done % self.steps == 0:
@@ -168,7 +168,7 @@ class PassSteps(Callback):
             self._check_loss(params)
 
     def end_epoch(self, params: _InternalCallbackParam, callbacks: _CallbackManager) -> None:
-        """Take part in the steps that only other processes have batches for, once this one has no more."""
+        """After this process's last batch, join the steps that only other processes have batches for."""
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
             return  # The next sink goes on with the pass.
@@ -185,7 +185,7 @@ class PassSteps(Callback):
             params.net_outputs = self.train_step.join()
             callbacks.on_train_step_end(self.run_context)
         if self.in_pass:
-            # A callback or the last sink has ended the pass before the end of its data.
+            # A callback or the last sink has ended the pass early.
             self._finish_pass(params)
 
     def _finish_pass(self, params: _InternalCallbackParam) -> None:
@@ -198,7 +198,7 @@ class PassSteps(Callback):
             params.net_outputs = params.net_outputs if output is None else output
 
     def _check_loss(self, params: _InternalCallbackParam) -> None:
-        """Stop at a NaN or Inf loss, as LossMonitor does only for a loss outside of a tuple."""
+        """Stop at a NaN or Inf loss. LossMonitor itself does so only for a loss outside of a tuple."""
         value = float(params.net_outputs.loss.asnumpy())
         if not np.isfinite(value):
             self.train_step.drop()

@@ -1,6 +1,6 @@
 """The batches that prepared datasets have handed out, and those that a loop trains.
 
-A window ends with the data, which means when the last batch is trained, not when it is handed out: a loop may fetch
+At the end of the data, a window ends when the last batch is trained, not when it is handed out: a loop may fetch
 batches ahead, cut them into pieces, skip some, or draw from other prepared datasets as well.
 """
 
@@ -23,13 +23,13 @@ class Handed:
     """One batch that a prepared dataset has handed out."""
 
     source: "HandedBatches"
-    batch: InitVar[object]  # It is recognised by its tensors and arrays.
+    batch: InitVar[object]  # Recognised by its tensors and arrays.
     epoch: int
     place: int  # Number of the batch in its pass, from 1 on.
     is_last: bool  # True if it ends the pass, on all ranks.
     origin: Sources  # The sources of the order of its pass.
     pieces: int = 0  # Number of times that `accumulate()` was entered for it so far.
-    rows_trained: float | None = 0.0  # Number of rows of the pieces that were trained; None if it is not known.
+    rows_trained: float | None = 0.0  # Number of rows trained so far; None if unknown.
 
     def __post_init__(self, batch: object) -> None:
         arrays = list(arrays_in(batch))
@@ -43,14 +43,14 @@ class Handed:
         return sum(any(part is each for part in parts) for each in arrays)
 
     def ends_with(self, rows: float | None) -> bool:
-        """Return whether the data ends once a piece of so many rows (None: not known) is trained.
+        """Return whether the data ends after a piece of ``rows`` rows (None: unknown) is trained.
 
         The batch before this one shows whether the loop cuts batches, and into how many pieces.
         """
         source = self.source
         before = source.pieces_before_that_of(self)
         others = [each for each in source.waiting if each.epoch == self.epoch and each is not self]
-        # A list in another order can begin with the last batch.
+        # A loop over a reordered list of batches may begin with the last one.
         if not source.is_open and (source.is_shuffled or (source.is_first and others)):
             return not others
         if not self.is_last or source.restarts:
@@ -66,20 +66,20 @@ class HandedBatches:
     """The batches of one prepared dataset that were handed out."""
 
     is_open = False  # True if a pass is under way.
-    is_ahead = False  # True if the loop fetches batches before it trains the ones before them.
+    is_ahead = False  # True if the loop fetches batches before it has trained the previous ones.
     is_shuffled = False  # True if the loop trains a pass in another order.
-    restarts = False  # True if passes begin anew inside one over another dataset that is trained with it.
+    restarts = False  # True if passes begin again during a pass over another dataset that is trained with this one.
     current: Handed | None = None  # The batch that was trained last.
     newest: Handed | None = None  # The batch that was handed out last in this pass.
     pieces_before = 0  # Number of pieces of the batch before the current one; 0 if there was none.
-    piece_rows: float | None = None  # Number of rows of the last piece, which the next one is expected to have.
-    # Number of batches that were waiting when the first batch of the pass was trained, if it was not recognised: the
-    # loop fetches ahead or skips batches, and its second batch shows which.
+    piece_rows: float | None = None  # Number of rows of the last piece. The next piece is expected to have as many.
+    # Number of batches waiting when the first batch of the pass was trained, if that batch was not recognised. The loop
+    # either fetches ahead or skips batches; its second batch shows which.
     depth = 0
-    joins = 0  # Number of batches of other ranks that this one joins once it has trained its last.
+    joins = 0  # Number of batches of other ranks to join after this rank's last one.
 
     def __init__(self) -> None:
-        self.waiting: list[Handed] = []  # Batches of which nothing was trained yet, in order.
+        self.waiting: list[Handed] = []  # Untrained batches, in order.
 
     @property
     def are_fetched(self) -> bool:
@@ -87,7 +87,7 @@ class HandedBatches:
         return bool(self.waiting) and (self.is_ahead or self.depth > 0 or self.is_first)
 
     def pieces_before_that_of(self, batch: Handed) -> int:
-        """Return the pieces of the batch that was trained before this one; 0 if there was none."""
+        """Return the number of pieces of the batch that was trained before this one; 0 if there was none."""
         if batch is self.current or self.current is None:
             return self.pieces_before
         return self.current.pieces
@@ -105,16 +105,16 @@ class HandedBatches:
 
     @property
     def _seems_ahead(self) -> bool:
-        """True unless the loop skips batches: between two batches it is handed as many as before the first."""
+        """True unless the loop skips batches: then it gets as many between two trained batches as before the first."""
         return len(self.waiting) > 1 if self.is_first else 0 < self.depth >= len(self.waiting) - self.depth
 
     def find(self, arrays: Sequence[TensorOrArray]) -> Handed | None:
-        """Return the batch to which most of ``arrays`` belong; in doubt the one that is expected."""
+        """Return the batch to which most of ``arrays`` belong; in a tie, the expected batch."""
         best = max(self.expected(), key=lambda each: each.arrays_among(arrays), default=None)
         return best if best and best.arrays_among(arrays) else None
 
     def train(self, batch: Handed, rows: float | None, is_known: bool = True) -> None:
-        """Note that a piece of ``batch`` with so many rows was trained; ``is_known`` if it was recognised."""
+        """Record that a piece of ``batch`` with ``rows`` rows was trained; ``is_known`` if it was recognised."""
         is_first, seems_ahead = self.is_first, self._seems_ahead
         before, self.current, self.piece_rows = self.current, batch, rows
         batch.pieces += 1
@@ -132,23 +132,23 @@ class HandedBatches:
         if self.is_open:
             if is_known:
                 self.is_ahead, self.depth = batch is not self.newest, 0
-            # The loop has skipped those before it.
+            # The loop has skipped the batches before this one.
             self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
         elif batch in self.waiting:
             self.waiting.remove(batch)
 
 
 class ActivePasses:
-    """The passes over prepared datasets that are under way."""
+    """The open passes over prepared datasets."""
 
     def __init__(self) -> None:
-        self._open: list[HandedBatches] = []  # The passes that have given a batch, the innermost one last.
-        # The passes that may still be trained: strong references, since a loop may have the batches without the data.
+        self._open: list[HandedBatches] = []  # The passes that have handed out a batch, the innermost last.
+        # The passes that may still be trained. Strong references, since a loop may keep only the batches.
         self._recent: list[HandedBatches] = []
-        self.trained: list[HandedBatches] = []  # The sources of the batches that the loop has trained last.
+        self.trained: list[HandedBatches] = []  # The sources of the last trained batches.
 
     def begin(self, handed: HandedBatches) -> bool:
-        """Begin a pass. Return whether it begins inside one over another dataset that is trained with it."""
+        """Begin a pass. Return whether it begins during a pass over another dataset that is trained with this one."""
         # If the loop fetches ahead, it still trains the rest of the last pass.
         if handed.depth or not handed.is_ahead:
             handed.waiting.clear()
@@ -167,14 +167,14 @@ class ActivePasses:
         return is_inside
 
     def hand_out(self, batch: Handed) -> None:
-        """Note a batch that goes to the loop now, so passes that have begun inside the one before it are over."""
+        """Record a batch that goes to the loop. Passes that have begun after its own, inside it, are then over."""
         self._leave(batch.source)
         self._open.append(batch.source)
         batch.source.newest = batch
         batch.source.waiting.append(batch)
 
     def end(self, handed: HandedBatches, is_left: bool) -> None:
-        """End a pass; ``is_left`` if the loop wants no more of it."""
+        """End a pass; ``is_left`` if the loop has left it early."""
         self._leave(handed)
         handed.is_open = False
         if is_left:
@@ -191,7 +191,7 @@ class ActivePasses:
         return [batch for each in sources for batch in each.expected()[:1]]
 
     def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
-        """Return the batches to which ``arrays`` belong: one of each dataset that has some of them."""
+        """Return the batches to which ``arrays`` belong, at most one per dataset."""
         found: list[Handed] = []
         for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
             batch = each.find(arrays) if arrays else None
@@ -202,7 +202,7 @@ class ActivePasses:
 
 
 def arrays_in(batch: object, depth: int = 8) -> Iterator[TensorOrArray]:
-    """Yield the tensors and arrays of a batch, down to a depth, since a list can contain itself."""
+    """Yield the tensors and arrays of a batch. The depth is limited, since a list can contain itself."""
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
     elif isinstance(batch, (dict, tuple, list)) and depth:

@@ -1,4 +1,4 @@
-"""The window of a hand-written loop: the batch that ends it, and checks of the order of calls."""
+"""The window of a hand-written loop: which batch ends it, and checks of the order of calls."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -35,24 +35,24 @@ class LoopWindow:
 
     ends = updated = False  # True if the current batch ends the window, and if its update was made.
     in_batch = False  # True if the program is inside a batch.
-    batches = 0  # Number of batches in the window, the current one included. The buffers have the number, too.
-    steps = 0  # Number of batches that the window shall have; 0 if the next one decides it.
+    batches = 0  # Number of batches in the window, the current one included. The buffers store it, too.
+    steps = 0  # Number of batches of a full window; 0 until the next batch decides it.
     updates = 0  # Number of updates made.
-    is_saved = False  # True if a state was saved in the current batch, which then has no further loss.
+    is_saved = False  # True if a state was saved in the current batch, so that no further loss may follow.
     _has_warned_of_rows = _has_warned_of_open = False
-    # The open contexts of no_sync(), and whether the current batch has begun inside one.
+    # The number of open no_sync() contexts, and whether the current batch has begun inside one.
     withheld, _is_withheld = 0, False
-    _rows: int | None = None  # The rows of the window's last batch that came without a weight, if known.
+    _rows: int | None = None  # The rows of the window's last batch if it had no weight, None if unknown.
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
         self.config, self.networks, self.events = config, networks, events
         self.schedulers: list[PreparedScheduler] = []
-        self.numbers = itertools.count()  # Of the prepared datasets.
-        # Positions in a loaded state at which the datasets go on, by the number of the dataset.
+        self.numbers = itertools.count()  # Numbers for the prepared datasets.
+        # Positions from a loaded state at which the datasets continue, by the number of the dataset.
         self.places: dict[int, PassPlace] = {}
         self.passes = ActivePasses()
-        # The prepared batches that the current batch has or, as long as it is not known, is expected to have, and its
-        # rows if it is a piece of one.
+        # The prepared batches that the current batch consists of (expected, until it is recognised), and its rows if it
+        # is a piece of one.
         self._batches: list[Handed] = []
         self._is_known = False
         self._piece_rows: float | None = None
@@ -64,12 +64,12 @@ class LoopWindow:
 
     @property
     def batches_added(self) -> int:
-        """Number of batches in the buffers, in which compiled functions count, too. It reads from the device."""
+        """Number of batches in the buffers, including those of compiled functions. It is read from the device."""
         return max(trained.count.read() for trained in self.networks)
 
     @contextmanager
     def batch(self, join: tuple[bool, int] | None = None) -> Iterator[None]:
-        """Context of one batch. After an error before anything was added, the batch counts only for other processes.
+        """Context of one batch. If an error comes before anything was added, the batch counts only for other processes.
 
         ``join`` describes a batch that only other processes have: whether it is the last one, and its epoch.
         """
@@ -92,7 +92,7 @@ class LoopWindow:
         finally:
             self.in_batch, is_added = False, any(trained.has_batch for trained in self.networks)
             if not self.is_open and (was_open or is_added):
-                # An update has ended the window, or a failure that the caller has caught inside.
+                # The window was ended by an update, or by an error that the caller has caught inside.
                 self.batches = 0
             for trained in filter(lambda trained: trained.is_open, self.networks):
                 trained.count.set(self.batches)
@@ -106,7 +106,7 @@ class LoopWindow:
             raise error
 
     def _follow_others(self) -> None:
-        """Go on in the window of a checkpoint or of a compiled function, as long as one that would begin now."""
+        """Continue the window of a checkpoint or of a compiled function, with the length of one that begins now."""
         if any([trained.count.was_changed() for trained in self.networks]):
             self.ends, self.steps, self.batches = False, 0, self.batches_added
 
@@ -118,7 +118,7 @@ class LoopWindow:
             raise disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.batches = 0
-        # First: a schedule can refuse, and then nothing has begun.
+        # This comes first, because a schedule can raise before anything has begun.
         self._count_batch([] if join is not None else self.passes.coming(), join)
         for trained in self.networks:
             trained.has_batch = False
@@ -127,7 +127,7 @@ class LoopWindow:
         self.events.batches += 1
 
     def _count_batch(self, batches: list[Handed], join: tuple[bool, int] | None = None) -> None:
-        """Count a batch that is expected to have these batches of prepared datasets."""
+        """Count a batch that is expected to consist of these batches of prepared datasets."""
         found = batches[0].epoch if batches else None
         end, epoch = join or (any(each.ends_with(each.source.piece_rows) for each in batches), found)
         if self.batches == 0 or self.steps == 0:
@@ -138,12 +138,12 @@ class LoopWindow:
         self._batches, self._is_known, self._piece_rows = batches, False, None
 
     def _find_end(self, end_of_data: bool) -> None:
-        """Find out whether the current batch ends the window."""
+        """Determine whether the current batch ends the window."""
         is_full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
         self.ends = is_full and not self._is_withheld
 
     def recognise(self, inputs: object, weight: float = 1.0) -> None:
-        """Find out which batch of a prepared dataset ``inputs`` are, all of it or a piece with this weight."""
+        """Determine the batch of a prepared dataset that ``inputs`` are, or are a piece of, with this weight."""
         arrays = list(arrays_in(inputs))
         found = self.passes.find(arrays)
         if found:
@@ -151,7 +151,7 @@ class LoopWindow:
             self.passes.trained = [each.source for each in self._batches]
             self._is_known, self._piece_rows = True, None
         elif not self._is_known:
-            # A weight counts tokens, too, and 1 is none given: it tells of pieces where there were some before.
+            # Use the weight as rows only if there were pieces before: it may count tokens, and 1 is the default.
             cuts = any(each.source.pieces_before_that_of(each) > 1 for each in self._batches)
             self._piece_rows = weight if cuts and weight != 1.0 else rows_of(arrays)
         if self._batches:
@@ -159,11 +159,11 @@ class LoopWindow:
 
     @property
     def _awaits_batch(self) -> bool:
-        """True if the current batch is counted and nothing of it is added yet."""
+        """True if the current batch is counted but not added yet."""
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
     def _begin_anew(self) -> None:
-        """Begin a window, with the current batch or what is still to come of it."""
+        """Begin a window, with the current batch or with the rest of it."""
         self.batches = 0
         if self._awaits_batch:
             self._count_batch(self._batches)
@@ -187,11 +187,11 @@ class LoopWindow:
                 raise
             finally:
                 if trained.has_batch:
-                    # It is written at the end of the batch, which may have updated and cleared by then.
+                    # Written at the end of the batch, which may have updated and cleared the buffers by then.
                     trained.count.set(self.batches, writes=False)
 
     def _drop_half(self, trained: TrainedNetwork, goes_on: bool) -> None:
-        """Discard a window after a failed loss: one loss of a batch without the other would be another training."""
+        """Discard a window after a failed loss, because a batch must not be trained with only some of its losses."""
         if trained.is_open:
             trained.discard(for_all=True)
             warn_of_dropped(_OWNER, self.batches - 1)
@@ -201,7 +201,7 @@ class LoopWindow:
             self.batches = 0
 
     def checked_weight(self, weight: object) -> float:
-        """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
+        """Return the weight of a batch; warn if it has none but other rows than the previous batch of its window."""
         number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
         batches = self._batches if self.in_batch else self.passes.coming()
         rows = None if number != 1.0 or not batches else batches[0].rows
@@ -215,7 +215,7 @@ class LoopWindow:
         return number
 
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
-        """Begin a pass, or go on with one; warn if a window was left open by the pass over the same data before."""
+        """Begin or continue a pass; warn if the previous pass over the same data left a window open."""
         is_over = bool(handed.depth) or not handed.waiting
         left = handed.current is not None and is_over and not goes_on and not self._is_withheld
         if not self.passes.begin(handed) and left and self.config.sync_with_dataloader:
@@ -239,14 +239,14 @@ class LoopWindow:
         }
 
     def load_state_dict(self, saved: State) -> None:
-        """Go on from what `state_dict` has returned. The windows of the networks must have loaded theirs."""
+        """Restore what `state_dict` has returned. The windows of the networks must have loaded their states before."""
         flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
         schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
         counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
         with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
-        # Another rank may have had more batches in the window.
+        # The state may come from a rank with more batches in the window.
         vars(self).update(flags | counts | {"batches": max(counts["batches"], self.batches_added)})
 
     def check_between_batches(self, owner: str) -> None:
@@ -296,7 +296,7 @@ class LoopWindow:
         self._end_joined()
 
     def _join_batch(self) -> None:
-        """Join the collectives of a batch with no local data, or the remaining ones of a batch that has failed here."""
+        """Join the collectives of a batch with no local data, or the remaining ones of a batch that has failed."""
         for trained in self.networks:
             if not trained.has_batch:
                 trained.micro_steps.join()
@@ -304,7 +304,7 @@ class LoopWindow:
                 trained.count.set(self.batches, writes=False)
 
     def _end_joined(self) -> None:
-        """End the window as the other processes do, if the batch ends it."""
+        """If the batch ends the window, end it as the other processes do."""
         if not self.ends:
             return
         for trained in filter(lambda trained: trained.is_open, self.networks):

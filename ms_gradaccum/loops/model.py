@@ -52,18 +52,18 @@ class Model(Settled, ms.Model):
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its
-            loss inside, or without it if `loss_fn` is given. Or a network without GradAccumulation, whose batches
-            are then not split; or a :class:`TrainOneStepCell`, without an optimizer.
+            loss inside, or without it if `loss_fn` is given. Or a network without GradAccumulation, whose batches are
+            then not split; or a :class:`TrainOneStepCell`, which has its own optimizer.
         loss_fn (Cell, optional): Loss of the network's output and the label. Default: ``None``.
         optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
             evaluate and predict. Default: ``None``.
         metrics (Union[dict, set], optional): Metrics of `eval` and `fit`. Default: ``None``.
-        eval_network (Cell, optional): Network of `eval`. Without one it is made of `network` and `loss_fn`, or of an
-            ``nn.WithLossCell`` in `network`. Default: ``None``.
+        eval_network (Cell, optional): Network of `eval`. By default it is built from `network` and `loss_fn`, or from
+            an ``nn.WithLossCell`` in `network`. Default: ``None``.
         eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
             Default: ``None``.
         amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: the cells that
-            compute in float16, see :class:`MixedPrecision`, with its loss scale or that of `mixed_precision`.
+            compute in float16, see :class:`MixedPrecision`. The loss scale is its own or `mixed_precision`.
             Default: ``"O0"``.
         boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
 
@@ -73,8 +73,8 @@ class Model(Settled, ms.Model):
             Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP, Reduced]): ``"auto"``: nothing to communicate in one process, what
-            ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
+        parallel (Union[str, DataParallel, HSDP, Reduced]): ``"auto"``: no communication in one process, the settings of
+            an ``AutoParallel`` around `network`, or data parallel otherwise. Default: ``"auto"``.
         last_window (str): Treatment of a window that is unfinished at the end of a pass over the dataset:
             ``"apply"``: one more update, divided by the window's true weight, before the evaluation of `fit`;
             ``"drop"``: its gradients are thrown away; ``"carry"``: it goes on with the next pass.
@@ -82,8 +82,8 @@ class Model(Settled, ms.Model):
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         check_loss (bool): As for :class:`TrainOneStepCell`. Default: ``True``.
-        loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
-            ``mindspore.train.Model`` has. Default: ``None``.
+        loss_scale_manager (LossScaleManager, optional): The name of `mixed_precision` in ``mindspore.train.Model``.
+            Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -108,7 +108,7 @@ class Model(Settled, ms.Model):
         [[2.04]]
     """
 
-    # The first callback of the current training; True to go on from a state; and the place of a loaded state.
+    # The first callback of the current training; True to resume from a state; and the place of a loaded state.
     _steps: PassSteps | None = None
     _resume = _has_trained = False
     resumed_place: PassPlace | None = None
@@ -157,7 +157,7 @@ class Model(Settled, ms.Model):
             check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")
         network, settings = adopted(network), self._step_settings
         if isinstance(network, AutoParallel) and device_target() == "CPU":
-            # Its settings are taken over here. If they were set, the compiler would look for another device.
+            # Its settings are handled here. If the Model set them, the compiler would look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
             network = adopted(network.network)
@@ -181,7 +181,7 @@ class Model(Settled, ms.Model):
         loss_cell = as_grad_accumulation(_OWNER, self._network)
         if self._loss_fn is not None:
             loss_cell = loss_cell.with_loss(self._loss_fn)
-        # They are checked here first, since the step would name itself in the errors.
+        # Checked here first, since the step's errors would name the step.
         StepSettings.checked(_OWNER, **self._step_settings)
         check_optimizer(_OWNER, self._optimizer, loss_cell)
         return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
@@ -190,7 +190,7 @@ class Model(Settled, ms.Model):
         self, metrics: object, eval_network: nn.Cell | None, eval_indexes: list[int] | None
     ) -> None:
         if metrics and eval_network is None and self._loss_fn is None:
-            # A network with its loss inside is evaluated as MindSpore does a network and its loss.
+            # Evaluate a network with its loss inside as MindSpore evaluates a network and a loss.
             loss_cell = self._network
             for kind in (AutoParallel, TrainOneStepCell, GradAccumulation):
                 loss_cell = loss_cell.network if isinstance(loss_cell, kind) else loss_cell
@@ -215,7 +215,7 @@ class Model(Settled, ms.Model):
         remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
         has_none = self._step_settings == TrainOneStepCell.__init__.__kwdefaults__
         require(has_none, _OWNER, "network", "a loss cell", got, remedy)
-        self._optimizer: nn.Cell = train_step.optimizer  # Callbacks that change the learning rate look for it here.
+        self._optimizer: nn.Cell = train_step.optimizer  # For callbacks that change the learning rate.
         return train_step
 
     def train(
@@ -232,18 +232,18 @@ class Model(Settled, ms.Model):
         """Train, see ``mindspore.train.Model.train``.
 
         Args:
-            epoch (int): Number of passes over the data, those before a resumption included.
+            epoch (int): Number of passes over the data, including those before a resumption.
             train_dataset (Dataset): The data.
             callbacks (Union[Callback, list[Callback], None]): Callbacks. Default: ``None``.
             dataset_sink_mode (bool): Whether to send the data to the device in data sink mode. Default: ``False``.
-            sink_size (int): Number of batches of a sink, MindSpore's epoch in data sink mode; ``-1``: those of a pass.
-                Default: ``-1``.
+            sink_size (int): Number of batches of a sink, which is MindSpore's epoch in data sink mode; ``-1``: those of
+                a pass. Default: ``-1``.
             initial_epoch (int): Number of the first pass. Default: ``0``.
 
         Keyword Args:
-            resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of
-                a :func:`load_state` before. Without a state the training begins, and a finished one does nothing, so
-                a program can be started again and again. Default: ``False``.
+            resume (bool): Whether to continue from the last state of the :class:`StateCheckpoint` among `callbacks`, or
+                from a previous :func:`load_state`. Without a state the training starts anew; a finished training does
+                nothing, so you can always run the program again. Default: ``False``.
         """
         with self._resuming(resume, initial_epoch, train_dataset):
             super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
@@ -295,7 +295,7 @@ class Model(Settled, ms.Model):
         if self._train_network.windows[0].several:
             agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
             check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
-        # The callbacks' tensors must be there before a state is loaded, which has them.
+        # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
@@ -303,13 +303,13 @@ class Model(Settled, ms.Model):
             self.resumed_place = None
         elif not steps.resume(checkpoints, epoch, kwargs):
             return None
-        # Ours comes first, since the others see what it changes, and the states last, since they save all changes.
+        # Ours comes first, since the others see its changes; the states come last, since they save all changes.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
         if self._train_network.windows[0].several:
             callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
-            # A graph will take the batches, and the loss must be measured before.
+            # A graph will train the batches, so the loss must be measured before.
             self._train_network.body.measure_loss(next(train_dataset.create_tuple_iterator(num_epochs=1)))
         try:
             with ExitStack() as stack:
@@ -339,14 +339,14 @@ class Model(Settled, ms.Model):
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:
-            # A step that was compiled as part of a larger graph, for data sink mode, has left its settings.
+            # For data sink mode, the step was compiled as part of a larger graph, and its settings have remained.
             forget_accumulation()
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(
         self, valid_infos: object, cb_params: _InternalCallbackParam, list_callback: _CallbackManager
     ) -> None:
-        # Called at the end of each pass, whether there is something to evaluate or not.
+        # MindSpore calls this at the end of each pass, even if there is nothing to evaluate.
         if self._steps is not None:
             self._steps.end_epoch(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)

@@ -35,8 +35,8 @@ _OWNER = "Accumulator"
 class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
-    has_batch = False  # True if something of the current batch is in the buffers.
-    # The last clip of the caller, for a process that joins in an update of the others.
+    has_batch = False  # True if the buffers contain parts of the current batch.
+    # The last clip of the caller, for a process that joins an update of the others.
     last_clip: nn.Cell | None = None
 
     def __init__(
@@ -56,7 +56,7 @@ class TrainedNetwork(Window):
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
         _check_disjoint(optimizers)
-        self.names = (network, network.network)  # The network as the caller gave it, and the one inside.
+        self.names = (network, network.network)  # The caller's network, and the network inside.
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
@@ -64,7 +64,7 @@ class TrainedNetwork(Window):
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         self.mistakes: Counter[str] = Counter()
-        # Two graphs: one with gradients, and one without, for a network that keeps them until the end of a window.
+        # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.at_once = self.add_grads_cell.fits_kernels()
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
@@ -83,7 +83,7 @@ class TrainedNetwork(Window):
             raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
 
     def _check_same(self, same_batch: bool) -> None:
-        """Raise for another loss of a batch where the rows of the first one do not count, or where ranks wait."""
+        """Raise for another loss of a batch if its weight is not its number of rows, or if ranks wait per batch."""
         loss, first = self.network.weighted_loss, self.reducers[0]
         at_once = first.every_batch or self.comes_reduced or self.settings.drop_non_finite
         fits = loss.counts_rows and not (loss.is_cached or at_once or first.buffer.other_losses is not None)
@@ -101,12 +101,12 @@ class TrainedNetwork(Window):
         try:
             outputs = self.add(args, kwargs, is_last)
         except BaseException as error:
-            self.has_batch = self.goes_on(error)  # To the other ranks it is a batch.
+            self.has_batch = self.goes_on(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
         _check_rows(same_batch, rows, self.micro_steps.rows)
         for buffer, weight in zip(buffers, weights):
-            assign_in_place(buffer.weight, weight)  # A compiled loop would go on with the old memory.
+            assign_in_place(buffer.weight, weight)  # A compiled loop would use the old memory.
         loss: Tensor = outputs[0][0]
         if self.micro_steps.gives_mean:
             return as_dtype(loss + 0.0 if isinstance(loss, Parameter) else loss, ms.float32)
@@ -114,7 +114,7 @@ class TrainedNetwork(Window):
         return loss
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float, same_batch: bool = False) -> None:
-        """Add one batch, or another loss of the ``same_batch``, of which the caller has taken the gradients."""
+        """Add one batch, or another loss of the ``same_batch``, with gradients that the caller has computed."""
         number = check_loss(_OWNER, loss)
         _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
@@ -132,7 +132,7 @@ class TrainedNetwork(Window):
             numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, counted)]
             self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
-            # Zeros, Inf and NaN are the same for any data.
+            # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
             self.note_first("gradients", telling)
         self.has_batch = True
@@ -140,7 +140,7 @@ class TrainedNetwork(Window):
         self.micro_steps.events.micro_batch_end(0)
 
     def backward_of(self, loss: Any, weight: float, same_batch: bool) -> Tensor:
-        """Run the backward pass that a tensor has, and add the gradients that it gives to the parameters."""
+        """Run the backward pass of a tensor, and add the gradients that it stores in the parameters."""
         rule, remedy = "a batch, as the network takes it", "Call backward(*batch), which returns the loss."
         require(hasattr(loss, "backward"), _OWNER, "args", rule, "one number", remedy, TypeError)
         self._check_same(same_batch)
@@ -155,7 +155,7 @@ class TrainedNetwork(Window):
         return loss
 
     def note_step(self) -> None:
-        """Warn of a loop that asks for updates and has handed over no gradients, which parameters have."""
+        """Warn of a loop that calls step() without backward(), while parameters have gradients of their own."""
         steps = self.micro_steps
         is_new = steps.events.micro_batches == 0
         if is_new and any(getattr(each, "grad", None) is not None for each in steps.parameters):
@@ -163,14 +163,14 @@ class TrainedNetwork(Window):
             self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
 
     def throw_away(self) -> None:
-        """Discard a full window. Warn of a loop that begins so: it has no step(), or calls it too late."""
+        """Discard a full window. Warn of a loop that does so from the start: it calls step() too late or never."""
         self.discard()
         if self.micro_steps.events.updates == 0:
             got, remedy = "zero_grad() for the first 4", "Call step() before zero_grad()."
             self._note_mistake("a full window must be followed by step()", got, remedy)
 
     def _note_mistake(self, rule: str, got: str, remedy: str) -> None:
-        """Warn of a mistake when it is made for the fourth time."""
+        """Warn of a mistake at its fourth occurrence."""
         self.mistakes[rule] += 1
         if self.mistakes[rule] == 4:
             warn(str(disorder(rule, f"{got}, so nothing has been trained yet", remedy)))
@@ -181,7 +181,7 @@ def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
 
 
 class AddGrads(AddMicroBatch):
-    """Add gradients that the caller has taken into the buffers."""
+    """Add gradients that the caller has computed to the buffers."""
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
@@ -194,7 +194,7 @@ class AddGrads(AddMicroBatch):
 
 
 class BatchMeanLoss(nn.Cell):
-    """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""
+    """The mean loss of a batch from the loss sums and weights of its micro batches, without a read from the device."""
 
     def construct(self, *parts: Tensor) -> Tensor:
         count = len(parts) // 2
@@ -279,7 +279,7 @@ def _differ(items: list[nn.Cell]) -> bool:
 
 
 def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Sequence[TrainedNetwork]:
-    """Return the one that trains ``network``, or all of them for None."""
+    """Return the trainer of ``network`` in a list, or all of them for None."""
     chosen = [each for each in networks if network is None or any(network is name for name in each.names)]
     got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
     require(chosen, _OWNER, "network", "one of its networks", got, remedy)
@@ -292,7 +292,7 @@ def only_of(
     owner: str = _OWNER,
     remedy: str = "Say which one: backward(*batch, network=loss_cell).",
 ) -> TrainedNetwork:
-    """Return the one that trains ``network``, or the only one for None."""
+    """Return the trainer of ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)
     require(len(chosen) == 1, owner, "network", f"one of the {len(chosen)} networks", None, remedy)
     return chosen[0]

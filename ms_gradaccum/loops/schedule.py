@@ -32,15 +32,15 @@ class AccumulationConfig:
 
     Args:
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
-        sync_with_dataloader (bool): Whether a window ends with the prepared dataset: its last update has the batches
-            that are left and is divided by their true weight. If ``False``, the window goes on with the next pass.
-            Default: ``True``.
+        sync_with_dataloader (bool): Whether a window ends with the prepared dataset: the last update has the remaining
+            batches and is divided by their true weight. If ``False``, the window continues in the next pass. Default:
+            ``True``.
         sync_each_batch (bool): Whether the ranks add up their gradients in each micro batch instead of once per
             update, see :class:`DataParallel`. Default: ``False``.
-        schedule (Union[dict[int, int], Callable, None]): `accumulation_steps` that change, with the begin of a window:
-            a dict from passes over the prepared dataset, from 0 on, to the numbers of batches of a window from then on
-            (before the first one, 1); or a function of the number of updates so far that returns the number of batches
-            of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+        schedule (Union[dict[int, int], Callable, None]): `accumulation_steps` that change at the begin of a window: a
+            dict from passes over the prepared dataset, counted from 0, to the batches per window from that pass on (1
+            before the first key); or a function from the number of updates so far to the batches of the next update, as
+            ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -76,7 +76,7 @@ class AccumulationConfig:
         require(is_once, _OWNER, "accumulation_steps", "1 with a schedule", got, remedy)
 
     def as_text(self) -> str:
-        """Return the settings as a text that is the same on all ranks, with the name of a function, not its address."""
+        """Return the settings as a text that is equal on all ranks, with a function's name in place of its address."""
         if not callable(self.schedule):
             return repr(self)
         return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
@@ -106,7 +106,7 @@ def _check_milestones(schedule: dict[int, int]) -> None:
 
 
 def merge_config(owner: str, accumulation_steps: object, config: object) -> AccumulationConfig:
-    """Return the settings that a number and a config give together."""
+    """Merge `accumulation_steps` and a config into one config."""
     accumulation_steps = check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
@@ -122,7 +122,7 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
 class PreparedScheduler:
     """A learning rate scheduler that steps once per update, and not for a skipped one.
 
-    If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
+    If `step` is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
     follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.

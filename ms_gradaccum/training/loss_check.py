@@ -19,7 +19,7 @@ from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
 
 # A correct loss differs only by the rounding of a sum in another order. In float32 that is some hundred units in the
-# last place, since its reductions have many elements; in 16-bit formats, which hold no long sum exactly, some.
+# last place, for long reductions; in 16-bit formats, some.
 TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 # A smaller error in float32 may be cancellation: it counts only if it exceeds the effect of another order of the rows.
 _SURE, _ORDERS = 1e-2, 10
