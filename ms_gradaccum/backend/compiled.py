@@ -1,4 +1,4 @@
-"""Run a cell as a compiled graph, whatever the mode of the caller."""
+"""Run a cell as a compiled graph, in any mode of the caller."""
 
 import ctypes
 import inspect
@@ -14,10 +14,10 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
-# A gradient in PYNATIVE mode sets a flag in it with which a graph takes no function that has a @jit of its own.
+# A gradient in PYNATIVE mode sets a flag here with which graphs refuse functions that have their own @jit.
 from mindspore._c_expression import MSContext
 
-# Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
+# Not ms.get_context("mode"), which takes 25 times as long: the mode is read before every call.
 from mindspore.context import _get_mode
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, is_lost, typed
@@ -35,20 +35,20 @@ _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
 NOTHING = Tensor(0.0, ms.float32)  # A placeholder for graphs without inputs.
 
-# This is a function of glibc.
+# Only glibc has this function.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
-# Cells by number: a graph passes only plain values to functions of the host that run while it is compiled.
+# Cells by number: during compilation, a graph passes only plain values to functions of the host.
 _numbered: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 Shapes = tuple[tuple[int, ...], ...]
 _shape_of = operator.attrgetter("shape")
 
-# Patterns of compiler errors: an operator without a kernel on this device, and a place in a program.
+# Patterns in compiler errors: an operator without a kernel on this device, and a line of code.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
-# The beginnings of errors that this package raises during compilation.
+# The class names that errors of this package during compilation begin with.
 _OWNERS = "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
 _SENTENCES = tuple(f"For '{name}'" for name in _OWNERS.split())
 
@@ -56,9 +56,9 @@ _SENTENCES = tuple(f"For '{name}'" for name in _OWNERS.split())
 class Compiled:
     """Call a cell as a compiled graph, in PYNATIVE mode too.
 
-    A graph is for fixed shapes, with ``needs_fixed`` always; many shapes get one for changing lengths, of another cell
-    from ``make_cell``, at once for ``open_axes``, one per input. Errors name the ``owner``, ``what``, and lines of the
-    user's ``code`` inside, whose hooks raise.
+    A graph is for fixed shapes. After some shapes, one graph with dynamic shapes follows, from another cell of
+    ``make_cell``: never with ``needs_fixed``, at once for ``open_axes`` (one per input). Errors name ``owner``,
+    ``what``, and lines of the user's ``code``, whose hooks are refused.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Compiled:
         # A flat list, because every call iterates over it.
         self.hooked = [] if code is None else [cell for _, cell in code.cells_and_names()]
         self.parameters = [] if code is None else code.trainable_params()
-        # True once the last call has started to run a graph, which may have changed parameters before it failed.
+        # True if the last call has started to run a graph. It may have changed parameters even if it failed.
         self.has_run = False
-        self.fixed: set[Shapes] = set()  # The shapes that have a graph of fixed shapes.
+        self.fixed: set[Shapes] = set()  # The shapes with a graph of their own.
         # MindSpore's names of the graphs, by the cell's phase (training or not) and the shapes.
         self.graphs: dict[tuple[str, Shapes], str] = {}
-        # The shapes that fit all calls so far: -1 for an axis whose length changes. None before the first call.
+        # The shapes of all calls so far, with -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
-        self.general_cell: nn.Cell | None = None  # The cell whose graph takes dynamic shapes, once it is needed.
-        # It becomes True when the network turns out to have an operator that needs fixed shapes.
+        self.general_cell: nn.Cell | None = None  # The cell with the graph for dynamic shapes, once needed.
+        # Becomes True if an operator of the network turns out to need fixed shapes.
         self.needs_fixed = needs_fixed
 
     def set_train(self, mode: bool) -> None:
@@ -131,7 +131,7 @@ class Compiled:
             raise
 
     def _refuse_hooks(self) -> None:
-        """Raise if the network has hooks, which a graph does not call. They can be registered at any time."""
+        """Raise if the network has hooks, which a graph does not call. Hooks can be registered at any time."""
         names = [parameter.name for parameter in self.parameters if parameter.hooks()]
         for cell in self.hooked:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
@@ -164,7 +164,7 @@ class Compiled:
         cell = like_mode(self.make_cell(), self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
-            # In PYNATIVE mode MindSpore would treat the operators that the user runs as dynamic ones, too.
+            # In PYNATIVE mode, MindSpore would then also treat the user's operators as dynamic.
             with graph_mode():
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
             self._compile(cell, tensors, shapes)
@@ -173,9 +173,9 @@ class Compiled:
         return cell
 
     def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
-        """Compile the cell for these shapes unless that is done, and return the name of the graph."""
-        # The cell itself would look up the graph in each call, which takes twice as long as running a small one, and
-        # would miss it if another cell with such inputs was freed meanwhile.
+        """Compile the cell for these shapes if necessary, and return the name of the graph."""
+        # The cell itself would look up the graph in each call, which takes twice as long as running a small graph, and
+        # would not find it after another cell with such inputs was freed.
         name = self.graphs.get((cell.phase, shapes))
         if name is None:
             with graph_mode(), inlined(self.hooked):
@@ -187,7 +187,7 @@ class Compiled:
 
 
 def number_of(cell: nn.Cell) -> int:
-    """Return a number by which `numbered` finds ``cell`` as long as it exists."""
+    """Return a number by which `numbered` finds ``cell`` while it exists."""
     number = next(_numbers)
     _numbered[number] = cell
     return number
@@ -198,7 +198,7 @@ def numbered(number: int) -> nn.Cell | None:
 
 
 class Eager:
-    """Calls a cell op by op. For a gradient MindSpore ``forgets`` its passes before, by whose rows it may divide."""
+    """Call a cell op by op. ``forgets`` clears MindSpore's earlier passes, whose rows may divide a gradient."""
 
     def __init__(self, cell: nn.Cell, forgets: bool) -> None:
         self.cell, self.forgets = cell, forgets
@@ -211,7 +211,7 @@ class Eager:
 
 
 class Method(nn.Cell):
-    """A method of a cell as a cell with its mode and settings. The method gets Python values, ``constants``, first."""
+    """A cell that calls a method of ``cell``, with its mode and settings, and with Python ``constants`` first."""
 
     def __init__(self, cell: nn.Cell, name: str, *constants: object) -> None:
         super().__init__(auto_prefix=False)
@@ -226,7 +226,7 @@ class Method(nn.Cell):
 
 @contextmanager
 def execution_mode(mode: int) -> Iterator[None]:
-    """Switch to a mode and back; the switch costs 20 us and keeps what was compiled."""
+    """Switch to a mode and back. A switch costs 20 us and keeps compiled graphs."""
     before = _get_mode()
     try:
         if mode != before:
@@ -240,13 +240,13 @@ def execution_mode(mode: int) -> Iterator[None]:
 @contextmanager
 def op_by_op() -> Iterator[None]:
     """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
-    # True where MindSpore records all operators for the caller's `loss.backward()`. A gradient would end that.
+    # True if MindSpore records operators for the caller's `loss.backward()`. A gradient here would end the recording.
     records = _pynative_executor.grad_flag()
     with execution_mode(ms.PYNATIVE_MODE):
         try:
             yield
         except BaseException:
-            # After two errors inside a gradient, MindSpore could not even index a tensor any more.
+            # Without this, after two errors in a gradient MindSpore cannot even index a tensor.
             forget_passes()
             raise
         finally:
@@ -254,14 +254,14 @@ def op_by_op() -> Iterator[None]:
 
 
 def forget_passes() -> None:
-    """Free the records that MindSpore keeps of passes in PYNATIVE mode. Hooks stay."""
+    """Free MindSpore's records of passes in PYNATIVE mode. Hooks stay."""
     records = _pynative_executor.grad_flag()
     _pynative_executor.clear_res()
     _pynative_executor.set_grad_flag(records)
 
 
 def wait() -> None:
-    """Sleep until all operators under way in PYNATIVE mode are done. Before some operators MindSpore waits awake."""
+    """Sleep until all PYNATIVE operators are done. Before some operators, MindSpore would wait in a busy loop."""
     _pynative_executor.sync()
 
 
@@ -278,7 +278,7 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     """
     on_cpu = ms.get_context("device_target") == "CPU"
     built = [cell for cell in cells if on_cpu and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
-    late = [cell for cell in built if not hasattr(cell, "no_inline")]  # With a policy they have it already.
+    late = [cell for cell in built if not hasattr(cell, "no_inline")]  # A policy has already set it.
     for cell in late:
         cell.no_inline = False
     try:
@@ -289,7 +289,7 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
 
 
 def return_memory() -> None:
-    """Return freed memory to the operating system: after a compilation about 10 MB that tensors cannot use."""
+    """Return freed memory to the operating system: after a compilation, about 10 MB that tensors cannot use."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
@@ -325,7 +325,7 @@ def check_compile(owner: str, value: object) -> bool:
 
 
 def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None) -> Exception:
-    """Return a compiler error with a first line that names the user's line and a remedy."""
+    """Return a compiler error whose first line names the user's line of code and a remedy."""
     text, first = str(error), first_line(error)
     if first.startswith(_SENTENCES):
         return type(error)(first)  # Without the compiler's call stack below it.
@@ -343,7 +343,7 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
 
 
 def _other_self(cell: nn.Cell) -> str:
-    """Return the first argument of a cell's `construct` and its line, if it has another name than `self`."""
+    """Return the first argument of a cell's `construct` and its line, unless the name is `self`."""
     code = getattr(inspect.unwrap(type(cell).construct), "__code__", None)
     if code is None or code.co_argcount == 0 or code.co_varnames[0] == "self":
         return ""
@@ -356,7 +356,7 @@ def _place_of(text: str, code: nn.Cell | None) -> str:
     places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
     if places:
         return f"at {places[-1]}: "
-    # It names no line of code that it cannot parse.
+    # The compiler names no line of code that it cannot parse.
     source = None if code is None else inspect.getsourcefile(type(code).construct)
     if code is None or source is None or source.startswith(LIBRARIES):
         return ""

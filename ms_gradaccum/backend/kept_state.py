@@ -1,4 +1,4 @@
-"""Snapshot of all state that running a network may change, to be restored afterwards."""
+"""Snapshot of all state that a run of a network may change, to restore it afterwards."""
 
 import random
 from collections import deque
@@ -19,13 +19,13 @@ from ms_gradaccum.backend.tensors import Array as Array
 
 # In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
 STATISTICS = "use_batch_statistics"
-# Attributes of every cell, and the value of one that was not there.
+# Attributes of every cell, and the marker for an attribute that did not exist.
 _OF_CELLS, _MISSING = vars(nn.Cell()).keys(), object()
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
 class KeptTensors:
-    """Tensors whose changes are seen, and undone for those ``copied`` to the host. Others have fingerprints alone."""
+    """Tensors whose changes are detected, by fingerprints, and undone for those ``copied`` to the host."""
 
     def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
@@ -34,12 +34,12 @@ class KeptTensors:
         self.values = {i: as_array(each).copy() for i, each in enumerate(self.tensors) if copied(each)}
 
     def changed(self, places: Iterable[int] | None = None) -> list[int]:
-        """Return the indices of the tensors whose values have changed, of all or of those in these places."""
+        """Return the indices of the tensors that have changed, among all tensors or among ``places``."""
         looked_at = range(len(self.tensors)) if places is None else places
         return [i for i in looked_at if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
 
     def put_back(self, places: Iterable[int] | None = None) -> None:
-        """Restore the values of the tensors, or of those in these places. Raise if one that changed has no copy."""
+        """Restore the values of all tensors, or of those in ``places``. Raise if a changed tensor has no copy."""
         lost = []
         for i in self.changed(places):
             tensor = self.tensors[i]
@@ -56,18 +56,18 @@ class KeptTensors:
 
 
 class Changes:
-    """The tensors of a network, and the attributes of its cells that are the user's, which running it changes."""
+    """The tensors and the user's cell attributes that a run of the network changes."""
 
     def __init__(self, network: nn.Cell) -> None:
         self.before = KeptTensors(tensors_of(network), lambda tensor: False)
         cells = [cell for _, cell in network.cells_and_names() if is_user(type(cell))]
         self.cells = [(cell, dict(vars(cell))) for cell in cells]
-        # After `find`, the changed tensors, and the old values of the attributes by cell.
+        # After `find`: the changed tensors, and the old values of changed attributes by cell.
         self.tensors: list[Tensor] | None = None
         self.attributes: list[tuple[nn.Cell, dict[str, object]]] = []
 
     def find(self) -> list[Tensor]:
-        """Find what has changed, and return the tensors."""
+        """Find the changes, and return the changed tensors."""
         self.tensors = [self.before.tensors[i] for i in self.before.changed()]
         for cell, before in self.cells:
             names = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS)
@@ -82,7 +82,7 @@ class Changes:
         return [f"'{type(cell).__name__}.{name}'" for cell, old in self.attributes for name in old]
 
     def put_back_attributes(self) -> None:
-        """Give the attributes their old values."""
+        """Restore the old values of the attributes."""
         for cell, old in self.attributes:
             for name in old:
                 vars(cell).pop(name, None)
@@ -90,7 +90,7 @@ class Changes:
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:
-    """Return Python's hash of each MiB of an array: it takes a third of the time of a cryptographic one."""
+    """Return Python's hash of each MiB of an array, which takes a third of the time of a cryptographic hash."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return tuple([hash(data[begin : begin + 2**20].tobytes()) for begin in range(0, data.size, 2**20)])
 
@@ -102,7 +102,7 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def few_rows(tensor: Tensor) -> Array:
-    """Return up to 7 rows of a tensor. On CPU its array is a view; elsewhere the slice is less to copy to the host."""
+    """Return up to 7 rows of a tensor. On CPU the array is a view; other devices copy only these rows."""
     if tensor.ndim == 0 or device_target() == "CPU":
         array = as_array(tensor)
         return array[:: len(array) // 4 or 1] if array.ndim else array
@@ -132,7 +132,7 @@ class KeptState:
                     set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
     def put_back_random(self) -> None:
-        """Give the generators the state that they had."""
+        """Restore the states of the generators."""
         put_random_states(self.random)
         _KERNEL_SEED.clear()
         _KERNEL_SEED.update(self.kernel_seeds)
@@ -159,7 +159,7 @@ def tensors_of(network: nn.Cell) -> Iterator[Tensor]:
 
 @contextmanager
 def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptState]:
-    """Run a network without the hooks of its forward pass inside this context, and restore its state at the end."""
+    """Context in which a network runs without its forward hooks. At the end its state is restored."""
     state = KeptState(network, copied=copied)
     try:
         for cell in state.cells:
@@ -199,7 +199,7 @@ def _fill(value: Any, content: Any) -> None:
 
 def random_states() -> State:
     """Return the states of the generators of Python, NumPy and MindSpore, as JSON."""
-    # Those inside kernels, such as that of `nn.Dropout` on CPU, can be neither read nor set.
+    # Generators inside kernels, such as that of `nn.Dropout` on CPU, can be neither read nor set.
     return {**host_random_states(), "mindspore": ms.get_rng_state().asnumpy().tolist()}
 
 

@@ -13,7 +13,7 @@ from mindspore.ops.primitive import Primitive, _primexpr
 
 from ms_gradaccum.backend.compiled import wait
 
-# Built from kernels.cc if a C++ compiler was available. It is a library of functions, not a module.
+# Built from kernels.cc if a C++ compiler was available. It is a shared library, not a Python module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
 # These kernels are single-threaded. With more cores, MindSpore's own kernels use more threads and catch up.
 MOST_CORES = 4
@@ -21,7 +21,7 @@ MOST_CORES = 4
 
 def cores() -> int:
     """Return how many cores the process may use."""
-    # macOS and Windows do not say which.
+    # macOS and Windows do not have this function.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -50,7 +50,7 @@ def _make_kernels() -> tuple[ops.Primitive, ...]:
     except (AttributeError, OSError, TypeError):
         return (None,) * len(_NAMES)
     for name, kernel in zip(_NAMES, kernels):
-        # As for AssignAdd: later reads of the total wait for this kernel.
+        # As for AssignAdd, later reads of the total wait for this kernel.
         kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
         kernel.add_prim_attr("reg_op_name", name)  # MindSpore needs a name for dynamic shapes.
     return tuple(kernels)
@@ -73,7 +73,7 @@ def fits_kernels(*dtypes: ms.Type) -> bool:
 
 
 def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:
-    """Return ``value`` in this dtype, without a redundant cast, for which the compiler would make a copy."""
+    """Return ``value`` in this dtype, without a redundant cast, which the compiler would turn into a copy."""
     return value if value.dtype == dtype else ops.cast(value, dtype)
 
 
@@ -116,31 +116,31 @@ def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Te
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:
-    """Return a tensor of the shape of ``like`` that is filled with ``number``."""
+    """Return a tensor with the shape of ``like``, filled with ``number``."""
     # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
     # ops.broadcast_to would take much longer to compile.
     return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
 
 
 def at_once(kernel: str, *tensors: Tensor) -> Tensor:
-    """Run one of these kernels op by op on many float32 tensors, which takes hardly longer than on one."""
-    wait()  # The kernel would wait for its inputs in a busy loop, on a core that computes them.
+    """Run one of these kernels op by op on many float32 tensors. This takes hardly longer than one tensor."""
+    wait()  # Otherwise the kernel waits for its inputs in a busy loop, on a core that should compute them.
     result: Tensor = globals()[f"_{kernel}"](*tensors)
     return result
 
 
 # The functions below do the same for many tensors. The compiler specializes a mapped function for each shape, which
-# takes far longer than for an operator, so the kernel itself is mapped wherever it fits.
+# takes far longer than for an operator. So the kernel itself is mapped if it fits.
 
 
 class _TypeOf(Primitive):
-    """The compiler's operator that returns the type of a value. It evaluates a tuple of any length only once."""
+    """The compiler's operator for the type of a value. It is evaluated only once for a tuple of any length."""
 
     def __init__(self) -> None:
         super().__init__("typeof")
 
     def __call__(self, value: object) -> str:
-        return ""  # Op by op, a kernel for each tensor brings no gain; `at_once` takes all of them.
+        return ""  # Op by op, a kernel per tensor is not faster; `at_once` processes all together.
 
 
 _type_of = _TypeOf()
@@ -151,7 +151,7 @@ _WORDS_OF_FLOAT32 = {"Tuple", "Ref", "Tensor", "Float32"}
 
 @_primexpr
 def _all_float32(*types: object) -> bool:
-    """Return whether all of these are types of dense float32 tensors or of tuples of them."""
+    """Return whether all these types are dense float32 tensors or tuples of them."""
     words = {word for each in types for word in re.findall(r"[A-Za-z]\w*", str(each))}
     return "Float32" in words and words <= _WORDS_OF_FLOAT32
 
@@ -198,11 +198,11 @@ def _cast_each(value: Tensor, like: Tensor) -> Tensor:
 
 
 def cast_each_like(values: Tensors, likes: Tensors) -> Tensors:
-    """Cast each tensor to the dtype of the other in the same place."""
+    """Cast each tensor to the dtype of its counterpart in ``likes``."""
     return values if _all_float32(_type_of(values), _type_of(likes)) else _map(_cast_each, values, tuple(likes))
 
 
-# Functions of one tensor, to be mapped over chunks.
+# Functions of one tensor, for maps over chunks.
 
 
 def scale(factor: Tensor, grad: Tensor) -> Tensor:

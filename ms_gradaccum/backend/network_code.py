@@ -1,4 +1,4 @@
-"""The code reachable from a network, and whether it defines its own backward pass."""
+"""The code reachable from a network, and a check whether it defines its own backward pass."""
 
 import dis
 import gc
@@ -16,9 +16,9 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
-# The instructions of Python that name something, or take a constant: a string may be for `getattr`.
+# The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
-# The number of items of a container that are visited. Vocabularies have more, containers of code have fewer.
+# The number of visited items of a container. Vocabularies have more, containers of code have fewer.
 _MANY_ITEMS = 1000
 
 
@@ -35,12 +35,12 @@ class NetworkCode:
                 found[id(value)] = value
                 try:
                     ahead += self._leads_to(value)
-                except Exception:  # Inspecting a user's object may raise anything. It is left out then.
+                except Exception:  # A user's object may raise anything here: leave it out.
                     found[id(value)] = None
         self.reached = list(found.values())
 
     def _leads_to(self, value: object) -> Iterable[object]:
-        """Return the objects that a value refers to, from the garbage collector, so that no code of the user runs."""
+        """Return the objects that a value refers to. The garbage collector finds them without running user code."""
         if is_a(value, FunctionType):
             inputs = (value.__closure__, value.__defaults__, value.__kwdefaults__)
             return [*inputs, *self._named_by(value.__code__, value.__globals__)] if is_user(value) else inputs
@@ -52,7 +52,7 @@ class NetworkCode:
         return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)] if is_open and not is_module else ()
 
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
-        """Note the names in code, and yield the globals that it uses and what it reads from modules of the user."""
+        """Record the names in code, and yield its globals and the values that it reads from the user's modules."""
         value: object = None
         for each in dis.get_instructions(code):
             if each.opcode in _NAMING and isinstance(each.argval, str):
@@ -72,7 +72,7 @@ class NetworkCode:
         return bool(self.names & _HOOK_NAMES) or any(cell.get(name) for cell in cells for name in names)
 
     def has_own_backward(self) -> bool:
-        """Return whether there is a `bprop` or a hook in the backward pass, which then need not be linear."""
+        """Return whether the backward pass has a `bprop` or a hook, so that it may be nonlinear."""
         return self.has_hooks() or any(map(_has_own_backward, self.reached))
 
 
@@ -85,6 +85,6 @@ def _has_own_backward(value: object) -> bool:
 
 
 def is_user(value: object) -> bool:
-    """Return whether a class, a function or a module belongs to no library."""
+    """Return whether a class, a function or a module is user code and not from a library."""
     name = vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
     return str(name).split(".")[0] not in _LIBRARIES

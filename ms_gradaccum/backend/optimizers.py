@@ -1,4 +1,4 @@
-"""Optimizers: checks against the network, who may call one, and the learning rate."""
+"""Optimizers: checks against the network, checks of their callers, and the learning rate."""
 
 import gc
 import math
@@ -44,7 +44,7 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
 
 
 class OptimizerOwner(Protocol):
-    """The window of a training step, to which its optimizers belong until another step is built with one of them."""
+    """The window of a training step. It owns its optimizers until another step is built with one of them."""
 
     owner: str
     optimizers: list[nn.Cell]
@@ -53,7 +53,7 @@ class OptimizerOwner(Protocol):
 
 
 def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:
-    """Let the optimizers of ``windows`` belong to these, and no longer to those of a step that was built before."""
+    """Make ``windows`` the owners of their optimizers, in place of windows of an earlier step."""
     for optimizer in (optimizer for window in windows for optimizer in window.optimizers):
         holder = _windows[optimizer]() if optimizer in _windows else None
         if holder is not None:
@@ -65,7 +65,7 @@ def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:
             if not _hooks_of(optimizer):
                 optimizer.claim_number = number_of(optimizer)
                 optimizer.register_forward_pre_hook(_look_at_call)
-                optimizer.compile_cache.clear()  # A graph of a call before this one would run without the hook.
+                optimizer.compile_cache.clear()  # Graphs of earlier calls have no hook.
 
 
 def _hooks_of(optimizer: nn.Cell) -> list[object]:
@@ -74,7 +74,7 @@ def _hooks_of(optimizer: nn.Cell) -> list[object]:
 
 
 def needs_call(optimizer: nn.Cell) -> bool:
-    """Return whether an optimizer has hooks or a `__call__` of its user; if so, no direct call of it is named."""
+    """Return whether an optimizer has the user's hooks or `__call__`; if so, direct calls are not detected."""
     if type(optimizer).__call__ is nn.Cell.__call__ and all(hook is _look_at_call for hook in _hooks_of(optimizer)):
         return False
     optimizer.claim_number = 0
@@ -82,20 +82,20 @@ def needs_call(optimizer: nn.Cell) -> bool:
 
 
 def _look_at_call(optimizer: nn.Cell, inputs: object) -> None:
-    """Be a hook of a claimed optimizer. Graphs are compiled with it, so that all else is done in another function."""
+    """The hook of a claimed optimizer. It is compiled into graphs, so another function does the work."""
     _warn_of_call(optimizer.claim_number)
 
 
 @_primexpr
 def _warn_of_call(number: int) -> None:
-    """Warn, once, if a claimed optimizer is called by somebody else than its step."""
+    """Warn, once, if a claimed optimizer is not called by its step."""
     optimizer = numbered(number)
     if optimizer is None or optimizer.claim_number != number or _windows[optimizer]() is None:
         return
     gc.collect()  # A deleted step lives on in reference cycles.
     window = _windows[optimizer]()
     if window is not None:
-        optimizer.claim_number = 0  # A warning is enough.
+        optimizer.claim_number = 0  # Warn only once.
         warn(
             f"For '{window.owner}', its optimizer must be called by nobody else, but it was called directly, too: that "
             f"is one more update, which no window knows of. Leave the call out, or delete the step if you go on "
@@ -125,7 +125,7 @@ def keeps_absent_rows(optimizer: nn.Cell) -> bool:
 
 def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     """Return all parameters of the optimizer, including those in lists and groups."""
-    # By name: a group can hold a learning rate that the optimizer has replaced by another of the same name.
+    # By name, because a group can still hold a learning rate that the optimizer has replaced.
     found = {item.name: item for item in optimizer.get_parameters()}
     for attributes in [vars(optimizer), *getattr(optimizer, "param_groups", [])]:
         for place in attributes.values():
@@ -140,7 +140,7 @@ def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:
-    """Return whether the update may have branches that depend on values; optimizers of mindspore.nn have none."""
+    """Return whether the update may branch on values; optimizers of mindspore.nn never do."""
     parts = {optimizer, inner_optimizer(optimizer)}
     return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
 
@@ -152,7 +152,7 @@ def compiles_itself(optimizer: nn.Cell) -> bool:
 
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
-    """Return the optimizer with the learning rate and the update count: for LARS, the one that it wraps."""
+    """Return the optimizer with the learning rate and the update count: for LARS, the wrapped optimizer."""
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
@@ -185,8 +185,8 @@ class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
     It is computed as in ``nn.Optimizer.get_lr``, which some optimizers override to count their updates. In a graph, a
-    schedule with parameters of its own, which may have side effects, is not evaluated; op by op, what an overridden
-    ``get_lr`` returns is recorded when the update calls it.
+    schedule that has parameters, and so maybe side effects, is not evaluated. Op by op, the result of an overridden
+    ``get_lr`` is recorded when the update calls it.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -229,7 +229,7 @@ class LearningRate(nn.Cell):
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Yield a function that returns the learning rate with which the update inside has run."""
+        """Yield a function that returns the learning rate of the update in this context."""
         rates: list[object] = [math.nan]
         get_lr = self.optimizer.get_lr
 
@@ -249,7 +249,7 @@ class LearningRate(nn.Cell):
 
 
 def settable_rates(optimizer: nn.Cell) -> list[float]:
-    """Return the learning rates that are parameters, which a program may set between two updates."""
+    """Return the learning rates that are parameters, so that a program may set them between two updates."""
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         return _floats(optimizer.lrs)

@@ -11,12 +11,12 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 from ms_gradaccum._checks import DamagedState, State
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]  # A value of JSON.
-_Steps = list[Callable[[], None]]  # Assignments to carry out once everything has been checked.
+_Steps = list[Callable[[], None]]  # Assignments to make after all checks.
 _PLAIN = (bool, int, float, str)
 
 
 def take(item: object) -> State:
-    """Return the attributes of ``item`` that are numbers, strings, parameters or schedulers, or lists of them."""
+    """Return the attributes of ``item`` that are numbers, strings, parameters, schedulers or lists of these."""
     return {name: _as_json(value) for name, value in vars(item).items() if _is_state(value)}
 
 
@@ -49,7 +49,7 @@ def _plan(item: object, saved: object, what: str) -> _Steps:
 
 
 def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], None]) -> _Steps:
-    """Plan to ``assign`` a plain value, or to change in place what other objects refer to, too."""
+    """Plan to ``assign`` a plain value, or to change an object in place, since others may refer to it."""
     if _is_plain(current):
         _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
         return [partial(assign, _like(current, saved))]
@@ -59,7 +59,7 @@ def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], Non
         _check(isinstance(saved, list) and len(saved) == len(current), what)
         steps: _Steps = []
         for index, (own, its) in enumerate(zip(current, saved)):
-            if isinstance(current, list) or not _is_plain(own):  # The numbers of a tuple are constants.
+            if isinstance(current, list) or not _is_plain(own):  # Numbers in a tuple are constants.
                 steps += _plan_value(own, its, what, partial(setitem, current, index))
         return steps
     try:
@@ -72,7 +72,7 @@ def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], Non
 
 def assign_in_place(parameter: Parameter, value: Tensor) -> None:
     """Assign a value of the same shape and dtype to a parameter in place, from the host."""
-    # After `set_data`, parts of an optimizer that MindSpore compiles in PYNATIVE mode would keep using the old memory.
+    # After `set_data`, the compiled parts of optimizers in PYNATIVE mode would keep using the old memory.
     if parameter.has_init:
         parameter.set_data(value)
     else:

@@ -1,1 +1,1 @@
-"""The float32 sums of a window, and what is done to a gradient."""
+"""The float32 sums of a window, and the operations on its gradient."""

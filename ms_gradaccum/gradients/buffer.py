@@ -17,14 +17,14 @@ from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 
 
 class WindowTotals(NamedTuple):
-    """Options for what a window adds up besides the gradients, the loss and the weight."""
+    """Options for further sums of a window, besides the gradients, the loss and the weight."""
 
-    counts_dropped: bool = False  # True if micro batches can be left out.
+    counts_dropped: bool = False  # True if micro batches can be dropped.
     other_losses: int = 0  # The maximum number of further losses that are reported.
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The elements of each parameter of `GradientBuffer.totals`."""
+        """The number of elements of each parameter of `GradientBuffer.totals`."""
         return (1, 1) + self.counts_dropped * (1,) + bool(self.other_losses) * (2 * self.other_losses,)
 
 
@@ -62,7 +62,7 @@ class GradientBuffer(nn.Cell):
         # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
         self.number = number_of(self)
-        # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
+        # The number of dropped micro batches, in the dtype of the other reduced scalars.
         self.dropped: Parameter | None = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # For each reported loss the sum (first row) and the weight (second row).
         others = zeros(f"{window}_other_losses", (2, totals.other_losses), dtype) if totals.other_losses else None
@@ -72,7 +72,7 @@ class GradientBuffer(nn.Cell):
         self.add_one = _add_dense_only if dense_only else _add
 
     def all_totals(self) -> list[Parameter]:
-        """Return all parameters of an open window that a state saves and that add up over the ranks."""
+        """Return all parameters of an open window that a state saves, and that are summed over the ranks."""
         return [*self.sums, *self.totals()]
 
     def totals(self) -> list[Parameter]:
@@ -81,7 +81,7 @@ class GradientBuffer(nn.Cell):
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: Tensors, factor: Tensor) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
-        # A backward pass computes the last gradient first, and its memory is freed once it is added.
+        # Add the last gradient first: a backward pass computes it first, and its memory is freed once it is added.
         return add_each_in_place(self.add_one, factor, tuple(self.sums), grads), *self.add_totals(loss_sum, weight)
 
     def add_totals(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,11 +98,11 @@ class GradientBuffer(nn.Cell):
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
 
     def count_dropped(self, finite: Tensor) -> Done:
-        """Count one left-out micro batch unless it is ``finite``."""
+        """Count one dropped micro batch unless it is ``finite``."""
         return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
     def add_other_losses(self, losses: Tensor, weight: Tensor) -> Done:
-        """Add the losses of one micro batch with this weight. With weight 0 they are ignored: they may be 0 / 0."""
+        """Add the further losses of one micro batch with this weight. Weight 0 ignores them: they may be 0 / 0."""
         return _add_number(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
 
     def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
@@ -125,25 +125,25 @@ class GradientBuffer(nn.Cell):
 
 
 class BatchCount:
-    """The number of batches in an open window: the host counts, and a parameter keeps it for checkpoints and graphs."""
+    """The number of batches in an open window. The host counts; a parameter stores it for checkpoints and graphs."""
 
-    known = 0  # The number as the host knows it.
-    is_ahead = False  # True if the host has not written it yet.
-    is_stale = False  # True if others have written the parameter since the host has read it.
-    is_changed = False  # True if others have changed the number since the host set it.
+    known = 0  # The host's number.
+    is_ahead = False  # True if the host has not written its number yet.
+    is_stale = False  # True if the parameter may have been written after the host has read it.
+    is_changed = False  # True if the number was changed elsewhere after the host set it.
 
     def __init__(self, buffer: GradientBuffer) -> None:
         self.buffer, self.parameter = buffer, buffer.batches
         for name in ("set_data", "assign_value"):
-            # Weak, since it is an attribute of the parameter.
+            # Weak references, since this function is an attribute of the parameter.
             vars(self.parameter)[name] = partial(_write, weakref.ref(self), weakref.ref(self.parameter), name)
 
     def get(self) -> int:
-        """Return the number, without a read of the device unless others may have written it."""
+        """Return the number. Read it from the device only if it may have been written elsewhere."""
         return self.read() if self.is_stale or self.buffer.counts_in_graph else self.known
 
     def read(self) -> int:
-        """Return the number that the parameter has, once the host has written what it knows."""
+        """Write the host's number if necessary, then return the number of the parameter."""
         if self.is_ahead:
             self.set(self.known)
         found = int(self.parameter.asnumpy())
@@ -152,7 +152,7 @@ class BatchCount:
         return found
 
     def set(self, batches: int, writes: bool = True) -> None:
-        """Set the number. It need not be written at once if the update of a full window may clear it before."""
+        """Set the number. Without ``writes`` it is written later, since an update may clear it first."""
         if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
             self.known, self.is_ahead = batches, True
         if writes and self.is_ahead:
@@ -161,11 +161,11 @@ class BatchCount:
         self.is_stale = self.is_changed = False
 
     def was_cleared(self) -> None:
-        """Note that the parameter is 0, since the buffer was cleared."""
+        """Record that the parameter is 0, since the buffer was cleared."""
         self.known, self.is_ahead, self.is_stale, self.is_changed = 0, False, False, False
 
     def was_changed(self) -> bool:
-        """Return whether others have changed the number since the host set it or asked this."""
+        """Return whether the number was changed elsewhere since the host set it or last called this."""
         self.get()
         changed, self.is_changed = self.is_changed, False
         return changed
@@ -174,7 +174,7 @@ class BatchCount:
 def _write(
     its_count: "weakref.ref[BatchCount]", itself: "weakref.ref[Parameter]", method: str, *args: object, **kwargs: object
 ) -> object:
-    """Call a method that writes a parameter, after which the number that its `BatchCount` knows is stale."""
+    """Call a method that writes a parameter, and mark the number in its `BatchCount` as stale."""
     count, parameter = its_count(), itself()
     if count is not None:
         count.is_ahead, count.is_stale = False, True
@@ -200,7 +200,7 @@ def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
 
 @_add.register("Tensor", "Tensor", "RowTensor")
 def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
-    # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
+    # The gradient of a sparse lookup contains the rows that were read. A row can occur more than once.
     return ops.scatter_add(total, grad.indices, as_dtype(grad.values, total.dtype) * factor)
 
 
@@ -233,12 +233,12 @@ def _refuse_rows() -> None:
 
 def reciprocal(weight: Tensor) -> Tensor:
     """Return 1 / weight, or 0 for a weight of 0."""
-    # Not ops.DivNoNan, which on a GPU takes 1e-10 for 0, nor ops.equal, which takes longer to compile.
+    # Not ops.DivNoNan, which treats 1e-10 as 0 on a GPU, nor ops.equal, which takes longer to compile.
     return ops.select(weight == 0.0, weight, 1.0 / weight)
 
 
 def zero_after(done: Done, weight: Tensor) -> Tensor:
-    """Return 0 after ``done``. It is not a constant for the compiler, since constants of a graph are never freed."""
+    """Return 0 after ``done``, not as a constant, since constants of a graph are never freed."""
     return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
 
 

@@ -36,7 +36,7 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
 
 
 def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of the first pattern that each name fits, -1 for none. Raise for a pattern that none fits."""
+    """Return the index of the first pattern that each name matches, -1 for none. Raise if a pattern matches no name."""
     known = list(enumerate(patterns))
     groups = tuple(next((i for i, pattern in known if fnmatchcase(name, pattern)), -1) for name in names)
     rule, remedy = "patterns of parameter names", "The first pattern that fits counts: put wide ones last."
@@ -147,7 +147,7 @@ class ClipByValue(Settled, nn.Cell):
         [-3.  3.  3.]
     """
 
-    norm_passes = 2  # The norm after clipping takes a pass of its own.
+    norm_passes = 2  # The norm after clipping needs its own pass.
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -167,8 +167,8 @@ class ClipByValue(Settled, nn.Cell):
 class ClipByGroupNorm:
     r"""Scale the window's mean gradient down group by group, each by the L2 norm of its own gradients.
 
-    A parameter belongs to the first pattern that its name matches; one that matches none is not clipped. The norms of
-    the groups and the norm after clipping take one more pass over the gradients each.
+    A parameter belongs to the first pattern that its name matches; without a match it is not clipped. The norms of the
+    groups and the norm after clipping each take one more pass over the gradients.
 
     Args:
         limits (dict[str, float]): The maximum norm of each group, by a pattern of parameter names with ``*`` and ``?``

@@ -21,10 +21,10 @@ class NoLossScale(nn.Cell):
     """Placeholder used when losses are not scaled, and the interface of the other classes."""
 
     skips_overflow = True  # True if a window whose gradient has an Inf or a NaN makes no update.
-    # scales: True if losses are scaled. searches: True if the scale adapts, so that windows are skipped now and then.
+    # scales: True if losses are scaled. searches: True if the scale adapts, so that some windows are skipped.
     scales = False
     searches = False
-    # True if an optimizer with a divisor of its own divides by the scale, as in MindSpore's own step.
+    # True if an optimizer with its own divisor divides by the scale, as in MindSpore's own step.
     is_left_to_optimizer = False
 
     def value(self) -> Tensor:
@@ -101,14 +101,14 @@ class LossScale(FixedLossScale):
 
 
 class ForeignLossScale(FixedLossScale):
-    """A scale that an object with one of MindSpore's interfaces, possibly of a user's class, chooses in Python."""
+    """A scale that is chosen in Python by an object with one of MindSpore's interfaces, maybe of a user's class."""
 
     searches = True
 
     def __init__(self, chooser: Any) -> None:
         super().__init__(new_scale(1.0))
         self.chooser = chooser
-        # A manager of a fixed scale can ask for updates in spite of an overflow.
+        # A manager of a fixed scale can require updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
         self.is_left_to_optimizer = False  # This scale changes, while that of an optimizer is fixed.
@@ -162,7 +162,7 @@ def dynamic_loss_scale(initial: float, growth: float, backoff: float, interval: 
 
 def loss_scale_of(chooser: Any) -> NoLossScale:
     """Return the loss scale that an object of MindSpore describes. The object's parameters hold the state."""
-    # These types must match exactly, because a subclass can have another rule.
+    # The types must match exactly, because a subclass may have another rule.
     if type(chooser) is amp.DynamicLossScaler:
         factor = float(chooser.scale_factor)
         return LossScale(chooser.scale_value, chooser.counter, factor, 1 / factor, chooser.scale_window)

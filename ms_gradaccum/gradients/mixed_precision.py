@@ -44,7 +44,7 @@ class MixedPrecision:
     multiplied by `backoff_factor`. After `growth_interval` clean windows it is multiplied by `growth_factor`. It never
     changes inside a window. Rule and names: PyTorch's ``GradScaler``, Colossal-AI's ``FP16TorchMixedPrecision``.
 
-    Level O1 rewrites the network when the training step is built, with the training mode that its cells have then: for
+    Level O1 rewrites the network when the training step is built, with the training mode of its cells at that time: for
     a network with BatchNorm or Dropout, call ``network.set_train()`` before.
 
     The names ``fp16``, ``fp16_apex`` and ``fp16_naive`` are float16 at level O1, O2 and O3, ``bf16`` is bfloat16 at O1.
@@ -61,12 +61,12 @@ class MixedPrecision:
         growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
         reduce_dtype (Union[mindspore.dtype, str, dict]): The dtype in which several processes reduce their gradients:
             ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
-            scaled mean gradient. A dict has the dtype of each group of parameters, by a pattern of their names as in
-            :class:`ClipByGroupNorm`; others have float32. Keyword only. Default: ``mindspore.float32``.
+            scaled mean gradient. A dict gives a dtype per pattern of parameter names as in :class:`ClipByGroupNorm`;
+            other parameters have float32. Keyword only. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale
-            instead of the four arguments above. It is asked once per window. With
-            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer with a
-            ``loss_scale`` of its own gets the mean gradient multiplied by it. Default: ``None``.
+            instead of the four arguments above. It is called once per window. With
+            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer with its
+            own ``loss_scale`` gets the mean gradient multiplied by it. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -133,7 +133,7 @@ def _dtype_of(name: str, value: object, choices: Sequence[object], rule: str, re
 
 
 def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence[str]) -> tuple[ms.Type, ...]:
-    """Return the dtype in which the gradient of each parameter is reduced, float32 if none is given for it."""
+    """Return the dtype in which the gradient of each parameter is reduced; the default is float32."""
     if not isinstance(reduce_dtype, Mapping):
         return (reduce_dtype,) * len(names)
     dtypes = (*reduce_dtype.values(), ms.float32)
@@ -163,10 +163,10 @@ _OTHER_NAMES = {
 class Precision(NamedTuple):
     """The settings of mixed precision in effect."""
 
-    level: str  # The level to which the network is converted.
-    dtype: ms.Type  # The dtype to which it is converted.
+    level: str  # The level of the converted network.
+    dtype: ms.Type  # The dtype of the converted network.
     loss_scale: NoLossScale
-    text: str  # The settings, which the ranks compare.
+    text: str  # The settings as text, for the ranks to compare.
     reduce_dtype: ms.Type | Mapping[str, ms.Type]
 
 
@@ -220,7 +220,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
         rule, got = "one without a search for Inf on a device that has none", "a loss scale in Ascend's saturation mode"
         remedy = "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
         require(not clamps_overflow(), owner, "mixed_precision", rule, got, remedy)
-    # Read on the host without an operator: a step can be built for a device that this machine does not have.
+    # Read without running an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
     text = f"{settings!r}, {type(settings.loss_scale).__name__}, {number}"
     return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
@@ -240,7 +240,7 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     if mixed_precision is None or isinstance(mixed_precision, MixedPrecision):
         return mixed_precision
     cell: Any = mixed_precision
-    # The cells of MindSpore's own steps. Exactly these types: a subclass can have another rule.
+    # The cells of MindSpore's own steps. The types must match exactly: a subclass may have another rule.
     if type(cell) is nn.DynamicLossScaleUpdateCell:
         factor, interval = (each.asnumpy().item() for each in (cell.scale_factor, cell.scale_window))
         return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
@@ -259,14 +259,14 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
 
 @functools.cache
 def _folder_apart() -> str:
-    # The folder is kept until the process ends because the compiler reads the sources.
+    # Keep the folder until the process ends, because the compiler reads the sources.
     folder = tempfile.mkdtemp(prefix="ms_gradaccum_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 class InputsInFloat32(nn.Cell):
-    """Casts the inputs of a loss to float32. `to_float` alone does not do so op by op."""
+    """Cast the inputs of a loss to float32. Op by op, `to_float` does not do so."""
 
     def __init__(self, loss_fn: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -304,8 +304,8 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     require(found <= {level}, owner, "mixed_precision", rule, level, remedy)
     if found:
         return network
-    # Level O1 writes rewritten sources into the working directory, where it would take packages in a .venv for the
-    # user's code, too, and leaves folders in the module search path, one of which hides Python's `math` from processes.
+    # Level O1 writes rewritten sources into the working directory. There it would also treat packages in a .venv as
+    # user code, and leave folders in the module search path, one of which hides Python's `math` from processes.
     here, path = os.getcwd(), list(sys.path)
     os.chdir(_folder_apart())
     try:

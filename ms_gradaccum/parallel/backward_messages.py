@@ -1,4 +1,4 @@
-"""Messages that are sent op by op while the backward pass of a window's last micro batch goes on."""
+"""Messages that are sent op by op during the backward pass of a window's last micro batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from mindspore.communication import GlobalComm
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 
-# MindSpore has no asynchronous collectives op by op for GPUs. On CPU the cores that send are those that compute: two
+# MindSpore has no asynchronous collectives op by op for GPUs. On CPU, sending and computing share the cores: two
 # processes on 2 cores took 1.6 times the time.
 _ASYNC = ("Ascend",)
 _CHANGED = (
@@ -23,24 +23,24 @@ _CHANGED = (
 class BackwardMessages:
     """All-reduce the sums and the last gradients of a window, message by message, as these gradients arrive.
 
-    A hook of a parameter gets its gradient as soon as it is complete. Where `construct` takes gradients of its own, or
-    registers hooks, that is another one than the pass returns: `finish` raises. The messages are those of `reduce_kept`
-    in the same order, so that ranks without rows, which call that, take part in them. The caller sends the last one,
-    with the loss and the weight.
+    The hook of a parameter gets its gradient as soon as it is complete. If `construct` computes gradients or registers
+    hooks, the pass may return another gradient than the hook got: then `finish` raises. The messages and their order
+    are those of `reduce_kept`, so that ranks without rows can take part by calling it. The caller sends the last
+    message, with the loss and the weight.
     """
 
     def __init__(self, reducer: DataParallelReducer) -> None:
         self.sums, self.buckets = reducer.sums, reducer.kept[:-1]
         self.group = GlobalComm.WORLD_COMM_GROUP
         self.grads: dict[int, Tensor] = {}
-        self.sent: list[tuple[Tensor, Any]] = []  # Each message, which is reduced in place, with its handle.
-        self.factor: Callable[[], Tensor] = Tensor  # Returns what the gradients are multiplied by.
+        self.sent: list[tuple[Tensor, Any]] = []  # Each message, reduced in place, with its handle.
+        self.factor: Callable[[], Tensor] = Tensor  # Returns the factor of the gradients.
 
     @staticmethod
     def of(reducer: GradientReducer) -> "BackwardMessages | None":
-        """Return the messages of a reducer, or None if this device or this reducer sends all after the pass."""
+        """Return the messages of a reducer, or None if this device or this reducer sends only after the pass."""
         can_wait = device_target() in _ASYNC and hasattr(mint, "distributed")
-        # In 16 bits the sums are divided by the weight of all ranks, which is known last.
+        # Messages in 16 bits are divided by the weight of all ranks, which is known only after the pass.
         if not (can_wait and reducer.overlaps and isinstance(reducer, DataParallelReducer)):
             return None
         is_worth_it = len(reducer.kept) > 2 and {bucket.dtype for bucket in reducer.layout.kept} == {ms.float32}
@@ -48,7 +48,7 @@ class BackwardMessages:
 
     @contextmanager
     def sending(self, parameters: Sequence[Parameter], factor: Callable[[], Tensor]) -> Iterator[None]:
-        """Send during a backward pass inside, whose gradients are multiplied by ``factor()`` after its forward pass."""
+        """Send during the backward pass in this context. ``factor()`` is known after the forward pass."""
         self.factor, self.sent, self.grads = factor, [], {}
         early = [index for bucket in self.buckets for index in bucket]
         handles = [parameters[index].register_hook(self._hook(index, self.grads)) for index in early]
@@ -57,7 +57,7 @@ class BackwardMessages:
         finally:
             for handle in handles:
                 handle.remove()
-            # MindSpore 2.10 keeps removed hooks after an error in a backward pass, and goes on to call them.
+            # After an error in a backward pass, MindSpore 2.10 still calls hooks that were removed.
             kept = {**self.grads}
             self.grads.clear()
             self.grads = kept
@@ -71,7 +71,7 @@ class BackwardMessages:
         return hook
 
     def _send_complete(self) -> None:
-        """Send the messages that are complete, in their order, which is the same on all ranks."""
+        """Send the complete messages, in an order that is the same on all ranks."""
         while len(self.sent) < len(self.buckets) and all(i in self.grads for i in self.buckets[len(self.sent)]):
             factor = self.factor()
             self._send([self.sums[i] + self.grads[i] * factor for i in self.buckets[len(self.sent)]])
@@ -81,7 +81,7 @@ class BackwardMessages:
         self.sent.append((message, mint.distributed.all_reduce(message, group=self.group, async_op=True)))
 
     def finish(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Send what no hook has seen of the gradients of the parameters, and return the reduced messages."""
+        """Send the gradients that no hook has seen, and return the reduced messages."""
         for i in (i for bucket in self.buckets for i in bucket):
             if self.grads.setdefault(i, grads[i]).data_ptr() != grads[i].data_ptr():
                 raise RuntimeError(_CHANGED.format(name=self.sums[i].name.removeprefix("accu_grads.")))
@@ -89,7 +89,7 @@ class BackwardMessages:
         return self._waited()
 
     def fail(self) -> tuple[Tensor, ...]:
-        """Return as `finish` after an error in the backward pass: the other ranks get the messages that they await."""
+        """Like `finish`, after an error in the backward pass: send the messages that the other ranks wait for."""
         for bucket in self.buckets[len(self.sent) :]:
             self._send([self.sums[i] for i in bucket])
         return self._waited()

@@ -1,4 +1,4 @@
-"""Collectives of many tensors in few messages, with replacements for operators that a device lacks."""
+"""Collectives for many tensors in few messages, with replacements for operators that a device lacks."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -17,7 +17,7 @@ Runs = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped into 
 
 
 class Group:
-    """A group of ranks, from ``first`` on with step ``stride``. This ``rank`` has the number ``index`` in it."""
+    """A group of ranks, from ``first`` on with step ``stride``. The position of ``rank`` in it is ``index``."""
 
     def __init__(self, ranks: Ranks, rank: int, first: int = 0, stride: int = 1) -> None:
         self.ranks = ranks
@@ -63,10 +63,10 @@ class AllGather(nn.Cell):
 
 
 class ReduceTogether(nn.Cell):
-    """Sum of tensors over all ranks, sent as one message, of which each rank of a group keeps its rows.
+    """Sum of tensors over all ranks in one message. Each rank of a group keeps its rows of the result.
 
-    In 16 bits they are sent divided by a weight: a sum over many rows can overflow where its mean does not. All ranks
-    must send their messages in the same order, so each waits for the ``last`` one.
+    In 16 bits, the tensors are divided by a weight before sending: a sum over many rows can overflow where its mean
+    does not. All ranks must send their messages in the same order, so each message waits for the ``last`` one.
     """
 
     def __init__(self, group: Group, replicas: Group, dtype: ms.Type) -> None:
@@ -102,12 +102,12 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
 
 
 def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.CellList:
-    """Return what reduces each message."""
+    """Return a `ReduceTogether` for each message."""
     return nn.CellList([ReduceTogether(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
 
 
 def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:
-    """Return the parameters of each message. Looking them up one by one in a graph would take compile time."""
+    """Return the parameters of each message. A lookup one by one in a graph would cost compile time."""
     return tuple(ParameterTuple(parameters[i] for i in bucket.indices) for bucket in buckets)
 
 
@@ -129,7 +129,7 @@ class AssignParts(nn.Cell):
         super().__init__(auto_prefix=False)
         self.cuts = tuple(bucket.cuts for bucket in buckets)
         each = (parameters[i] for bucket in buckets for i in bucket.indices)
-        # In the runs of each message.
+        # Grouped by the runs of each message.
         self.targets = tuple(tuple(ParameterTuple(islice(each, count)) for count in cuts[2]) for cuts in self.cuts)
 
     def construct(self, number: int, message: Tensor) -> Done:

@@ -1,4 +1,4 @@
-"""Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
+"""Build the gradient reducers for the argument ``parallel``, after the processes of the job have compared settings."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         stages = network._pipeline_stages
         rule, got = "in one pipeline stage", f"{stages} pipeline stages"
         require(stages <= 1, owner, "network", rule, got, "Do not call pipeline().")
-        # On CPU, where an AutoParallel cannot run itself, its settings choose the kind.
+        # On CPU an AutoParallel cannot run, so its settings choose the kind.
         if parallel == "auto" and network._enable_parallel_optimizer:
             level = network._optimizer_level
             parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
@@ -118,7 +118,7 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
-    """Raise on all ranks if their settings differ, before one waits for the others. Collective."""
+    """Raise on all ranks if their settings differ, before one of them would wait forever. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
     settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
@@ -141,7 +141,7 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
 
 
 def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
-    """Note the class of a cell and the numbers in it as plain values."""
+    """Record the class of a cell and the plain numbers among its attributes."""
     found[place] = type(cell).__name__
     attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
     for name, value in attributes.items():
@@ -152,7 +152,7 @@ def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
 
 
 def _describe(place: str, value: object, tuned: bool, found: dict[str, object]) -> None:
-    """Note the numbers in ``value``. Of parameters and cells only those that are ``tuned`` hold settings."""
+    """Record the numbers in ``value``. Parameters and cells hold settings only if they are ``tuned``."""
     if isinstance(value, (bool, int, float, str)):
         found[place] = value
     elif isinstance(value, (Tensor, np.ndarray, np.generic)):
@@ -173,7 +173,7 @@ def _describe(place: str, value: object, tuned: bool, found: dict[str, object]) 
 def _numbers(array: Array) -> object:
     if array.size > _MANY:
         return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
-    # The digits are compared, because a float32 has other digits as a double.
+    # Compare digits, because a float32 has other digits as a double.
     numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
     return numbers[0] if array.ndim == 0 else numbers
 
@@ -200,7 +200,7 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
 
 
 def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
-    """Raise for float64 parameters, whose sums MindSpore cannot add up over processes, and for those of one process."""
+    """Raise for float64 parameters, which MindSpore cannot add up over processes, and for parameters of one process."""
     rule = "one without float64 parameters in several processes"
     remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
     for parameter in parameters:
@@ -215,11 +215,11 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
-        # The state belongs to the shards, which differ by design.
+        # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
     if not strangers(parameters.values()):
         return
-    if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.
+    if not isinstance(kind, Reduced):  # Its networks have shards, which may differ.
         _check_no_experts(owner, network)
     broadcast_parameters(parameters.values())
     warn(
@@ -229,7 +229,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
 
 
 def _check_no_experts(owner: str, network: nn.Cell) -> None:
-    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
+    """Raise if each rank may have its own experts, which is possible if the network sends tensors to other ranks."""
     code = NetworkCode(network)
     operators = [each for each in code.reached if is_a(each, Primitive)]
     names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]

@@ -20,15 +20,15 @@ class DataParallel:
             sums and optimizer as ``HSDP(threshold=0, optimizer_level="level2")`` does. The name is that of Hugging Face
             Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
         overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
-            pass goes on, as PyTorch's DistributedDataParallel does. Compiled, that takes one more graph of the network;
-            op by op, on Ascend, the memory of the messages. Default: ``False``.
+            pass goes on, as PyTorch's DistributedDataParallel does. A compiled network needs one more graph for it; op
+            by op, on Ascend, it needs the memory of the messages. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 
     Raises:
         TypeError: If an argument is not a bool.
-        ValueError: If `overlap` is set together with `sync_each_batch`; later, if an :class:`Accumulator` gets it,
-            which adds up in `step()`, or if an optimizer looks at whole parameters, with `sync_each_batch`.
+        ValueError: If `overlap` is set together with `sync_each_batch`. Later, if an :class:`Accumulator`, which
+            reduces in `step()`, gets `overlap`, or if an optimizer looks at whole parameters, with `sync_each_batch`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -113,8 +113,8 @@ class HSDP:
 class Reduced:
     """Gradients that are added up over all processes before this package sees them.
 
-    Hooks of the network do it, or the caller, before ``accumulator(grads)``. The ranks then add up nothing but the
-    loss, the weight and, where a rank has only shards of some gradients, the squares for the norm.
+    Hooks of the network add them up, or the caller before ``accumulator(grads)``. The ranks then add up only the loss,
+    the weight and, if a rank has only shards of some gradients, the squares for the norm.
     ``parallel="auto"`` chooses it for a network of HyperParallel's ``hsdp``.
 
     Args:
@@ -136,7 +136,7 @@ class Reduced:
 
     mean: bool = False
     check_weights: bool = False
-    # As in the other kinds: this package shards nothing and sends nothing in a micro batch.
+    # For the interface of the other kinds: this package shards nothing, and sends nothing in a micro batch.
     shard_size: ClassVar[int] = 1
     threshold: ClassVar[int] = 0
     sync_each_batch: ClassVar[bool] = False
@@ -151,7 +151,7 @@ ParallelChoice = Literal["auto"] | Kind
 
 
 def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
-    # For a tensor or an array, '==' would not return a bool.
+    # '==' with a tensor or an array would not return a bool.
     is_kind = parallel == "auto" if isinstance(parallel, str) else isinstance(parallel, (DataParallel, HSDP, Reduced))
     rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."
     require(is_kind, owner, "parallel", rule, repr(parallel), remedy, TypeError)

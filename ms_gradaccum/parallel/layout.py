@@ -1,6 +1,6 @@
-"""The layout of messages: which tensors are sharded, and which are sent together. Nothing here communicates.
+"""The layout of messages: which tensors are sharded, and which are sent together. This file does not communicate.
 
-The cells that communicate are built of a `Layout`, and its `messages()` tells what they send.
+The communicating cells are built from a `Layout`, and its `messages()` lists what they send.
 """
 
 import math
@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor
 from ms_gradaccum.backend.tensors import fill_buckets
 from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 
-# Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
+# Elements of one message. Fewer messages have less latency, larger ones need more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
 
 _FLOAT = 4  # Bytes of a float32 number.
@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Message(NamedTuple):
-    """One collective operator: its class in ``mindspore.ops``, its number of ranks, and the bytes of each."""
+    """One collective operator: its class in ``mindspore.ops``, its number of ranks, and the bytes per rank."""
 
     operator: str
     ranks: int
@@ -40,16 +40,16 @@ class Traffic:
     """The messages that each rank sends, in their order."""
 
     per_micro_batch: Messages = ()  # Gradients, if the ranks share the sums.
-    per_batch: Messages = ()  # The number of its micro batches, before them, if they communicate.
+    per_batch: Messages = ()  # The number of micro batches, sent first, if these communicate.
     per_update: Messages = ()
 
     def of_window(self, batches: int, micro_batches: int) -> Messages:
-        """Return the messages of a window with this number of batches and, in all, of micro batches."""
+        """Return the messages of a window with these total numbers of batches and micro batches."""
         return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
 
 
 class Ranks(NamedTuple):
-    """A group of ranks of a job and their kind of device, which decides what stands in for operators that it lacks."""
+    """A group of ranks of a job. Their device type decides which operators need replacements."""
 
     size: int
     world_size: int
@@ -62,12 +62,12 @@ class Ranks(NamedTuple):
 
     @property
     def scatters(self) -> bool:
-        """True if the device has a ReduceScatter. On CPU an AllReduce of the whole tensor stands in."""
+        """True if the device has a ReduceScatter. On CPU, an AllReduce of the whole tensor stands in."""
         return self.device_target != "CPU"
 
     @property
     def gathers(self) -> bool:
-        """True if the device has an AllGather for these ranks. An AllReduce of rows padded with zeros stands in."""
+        """True if the device has an AllGather for these ranks. Otherwise an AllReduce of zero-padded rows stands in."""
         return self.device_target != "CPU" or self.is_world
 
     def all_reduce(self, nbytes: int, operator: str = "AllReduce") -> Messages:
@@ -83,16 +83,16 @@ class Ranks(NamedTuple):
         return self.all_reduce(nbytes, "AllGather") if self.gathers else self.all_reduce(nbytes * self.size)
 
 
-# The begins, the lengths in elements and the tensors of the runs of a message: consecutive tensors of one size, which
-# one operator splits. One slice per tensor would dominate the compile time.
+# The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one
+# size, which one operator splits. One slice per tensor would dominate the compile time.
 Cuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Bucket(NamedTuple):
     """Tensors that are sent together, in one message."""
 
-    indices: tuple[int, ...]  # Those of the tensors, in their order in the message.
-    dtype: ms.Type  # In which they are sent.
+    indices: tuple[int, ...]  # Indices of the tensors, in the order of the message.
+    dtype: ms.Type  # The dtype of the message.
     cuts: Cuts
     elements: int
 
@@ -102,7 +102,7 @@ class Bucket(NamedTuple):
 
     @staticmethod
     def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
-        """Return the bucket of these tensors, those of one size side by side."""
+        """Return the bucket of these tensors, with equal sizes side by side."""
         indices = tuple(sorted(indices, key=lambda i: sizes[i]))
         runs = [(size, len(list(run))) for size, run in groupby(sizes[i] for i in indices)]
         lengths = tuple(size * count for size, count in runs)
@@ -112,21 +112,21 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The memory and the messages of a `GradientReducer`, from the shapes of the tensors alone.
+    """The memory and the messages of a `GradientReducer`, computed only from the shapes of the tensors.
 
-    Scalars have the indices behind those of the tensors. The first message has them and is sent in float32.
+    The indices of the scalars follow those of the tensors. Scalars are in the first message, which is sent in float32.
     """
 
     world: Ranks
-    group: Ranks  # The ranks that have one copy of the shards together.
+    group: Ranks  # The ranks that together have one copy of the shards.
     shapes: Shapes
     parts: Shapes  # The shapes of one rank's tensors.
-    itemsizes: tuple[int, ...]  # Of the sums.
+    itemsizes: tuple[int, ...]  # Bytes per element of the sums.
     # The messages, in the order of sending.
-    kept: tuple[Bucket, ...]  # The scalars and the tensors that are whole on each rank.
-    sharded: tuple[Bucket, ...]  # This rank's parts of the others.
-    every_batch: bool = False  # True if each micro batch is reduced to shards, and not the sums of a window.
-    # The share of each gradient's squares that a rank contributes to the norm, if gradients come reduced: none is sent.
+    kept: tuple[Bucket, ...]  # Scalars, and tensors that are whole on each rank.
+    sharded: tuple[Bucket, ...]  # This rank's parts of the other tensors.
+    every_batch: bool = False  # True if each micro batch is reduced to shards, not the sums of a window.
+    # If gradients come reduced and none is sent: the share of each gradient's squares that a rank adds to the norm.
     shares: tuple[float, ...] = ()
 
     @property
@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> tuple[bool, ...]:
-        """For each tensor whether it is sharded."""
+        """One flag per tensor: True if it is sharded."""
         return tuple(part != shape for part, shape in zip(self.parts, self.shapes))
 
     @property
@@ -146,14 +146,14 @@ class Layout:
 
     @property
     def sum_bytes(self) -> int:
-        """The memory of the sums on each rank: those of the buffer and, beside it, shards of their total."""
+        """The memory of the sums on each rank: the buffer's sums and, if separate, the shards of their totals."""
         held = list(zip(self.itemsizes, self.buffer_shapes))
         if not self.every_batch:
             held += [(size, part) for size, part, own in zip(self.itemsizes, self.parts, self.is_sharded) if own]
         return sum(itemsize * math.prod(shape) for itemsize, shape in held)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
-        """Return the messages of a window for a number of passes over the gradients for norms."""
+        """Return the messages of a window that makes ``norm_passes`` passes over the gradients for norms."""
         reduced = sum((self.world.all_reduce(each.nbytes) for each in self.kept), _NONE)
         squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
         if self.shares:
@@ -170,14 +170,14 @@ class Layout:
 
 
 def shard_size_of(parameter: Parameter) -> int:
-    """Return the number of ranks that hold a parameter together, where its network has reduced the gradients."""
+    """Return the number of ranks that share a parameter, if its network reduces the gradients."""
     return int(getattr(parameter, "hsdp_effective_shard_size", 1))
 
 
 def layout_of(
     kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtypes: Sequence[ms.Type] = ()
 ) -> Layout:
-    """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars."""
+    """Return the layout for scalars and for gradients with the `shape` and `itemsize` of ``tensors``."""
     # The `scalars` have these sizes. `kind` is None for one process. A tensor is sharded if the ranks of a group
     # can divide its first axis and it is not below the threshold. Gradients are sent in these `dtypes`, or in float32.
     kind = DataParallel() if kind is None else kind
@@ -190,7 +190,7 @@ def layout_of(
         else shape
         for shape, tensor in zip(shapes, tensors)
     )
-    backwards = range(len(shapes))[::-1]  # A backward pass makes the last gradient first.
+    backwards = range(len(shapes))[::-1]  # A backward pass computes the last gradient first.
     sizes, own_sizes = ([math.prod(shape) for shape in each] for each in (shapes, parts))
     kept: list[tuple[tuple[int, ...], ms.Type]] = []
     sharded: list[Bucket] = []
@@ -203,7 +203,7 @@ def layout_of(
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
     in_float32 = all(dtype == ms.float32 for _, dtype in kept)
     if isinstance(kind, DataParallel) and kind.overlap and in_float32 and len(kept) > 1:
-        # The gradients go out during a backward pass, and the scalars after it: they can tell that it has failed.
+        # The gradients are sent during a backward pass, and the scalars after it, so that they can report its failure.
         kept.append((behind, ms.float32))
     elif kept and kept[0][1] == ms.float32:
         kept[0] = kept[0][0] + behind, ms.float32

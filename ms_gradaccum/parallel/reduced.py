@@ -1,8 +1,8 @@
-"""Gradients that come reduced: hooks of the network, or the caller, have added them up over the ranks already.
+"""Gradients that come reduced: hooks of the network, or the caller, have already added them up over the ranks.
 
-HyperParallel's `hsdp` is known by its protocol. A cell has an `hsdp_scheduler` with `config.grad_scale`,
-`requires_acc_grad`, `set_requires_grad_sync()` and `zero_grads()`, its parameters have hooks that reduce, and those of
-which a rank holds a part between two steps have an `hsdp_effective_shard_size`.
+HyperParallel's `hsdp` is recognised by its protocol. A cell has an `hsdp_scheduler` with `config.grad_scale`,
+`requires_acc_grad`, `set_requires_grad_sync()` and `zero_grads()`. Its parameters have hooks that reduce; if a rank
+holds only a part of one between two steps, that parameter has an `hsdp_effective_shard_size`.
 """
 
 import zlib
@@ -36,13 +36,13 @@ UNSAVED = (
 
 
 def schedulers_of(network: nn.Cell) -> list[Any]:
-    """Return what reduces the gradients of a network's cells, if it has HyperParallel's protocol."""
+    """Return the schedulers that reduce the gradients of a network's cells by HyperParallel's protocol."""
     cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
     return [each for _, cell in cells if (each := getattr(cell, "hsdp_scheduler", None)) is not None]
 
 
 def check_hooks_run(owner: str, eager: bool) -> None:
-    """Raise if a network runs as a graph, which calls no hook that reduces its gradients."""
+    """Raise if a network runs as a graph, which would not call the hooks that reduce its gradients."""
     rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
     require(eager, owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE).")
 
@@ -75,7 +75,7 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
 
 
 class ReducedReducer(DataParallelReducer):
-    """Reducer for gradients that come reduced, as from hooks: only loss, weight and squares are added up."""
+    """Reducer for gradients that are already reduced, e.g. by hooks: it adds up only loss, weight and squares."""
 
     def __init__(
         self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Reduced, network: nn.Cell
@@ -85,15 +85,15 @@ class ReducedReducer(DataParallelReducer):
         self.several = ranks > 1
         self.comes_reduced = True
         self.schedulers = schedulers_of(network)
-        # True if the network adds its gradients up itself and reduces them in the last micro batch of a window.
+        # True if the network accumulates its gradients itself and reduces them in the last micro batch of a window.
         self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
         self.has_shards = any(shard_size_of(parameter) > 1 for parameter in optimizer.parameters)
-        # A mean over ranks, and the network's own scale, are multiplied away.
+        # The factor that undoes a mean over ranks and the network's own scale.
         scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
         self.is_scaled = settings.mean or scale != 1.0
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
-        self.checks_next = self.several  # Gradients that were not reduced after all show in the first update.
+        self.checks_next = self.several  # If gradients were not reduced, the first update shows it.
         self.is_empty = True  # True until the first micro batch of a window.
         self.keeps_grads = self.accumulates
         self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
@@ -147,7 +147,7 @@ class ReducedReducer(DataParallelReducer):
 
 
 def check_state(owner: str, optimizer: nn.Cell) -> None:
-    """Raise if an optimizer was built before its parameters were sharded."""
+    """Raise if the optimizer was built before its parameters were sharded."""
     shapes = [parameter.shape for parameter in optimizer.parameters]
     for value in vars(optimizer).values():
         if isinstance(value, ParameterTuple) and len(value) == len(shapes):

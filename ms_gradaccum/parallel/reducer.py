@@ -15,12 +15,12 @@ from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
-    """Reduce the buffer at the end of a window, before and after the optimizer. This one is for one process."""
+    """Reduce the buffer at the end of a window, before and after the optimizer. This class is for one process."""
 
     several = False
     every_batch = False  # True if the ranks communicate in each micro batch and not only in each update.
-    comes_reduced = False  # True if the gradients of a micro batch are those of all ranks.
-    # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
+    comes_reduced = False  # True if the gradients of a micro batch are already reduced over all ranks.
+    # True if the network accumulates gradients itself; keeps_grads: until the last micro batch of the window.
     accumulates = keeps_grads = False
     has_shards = False  # True if the parameters of the network are shards.
 
@@ -31,11 +31,11 @@ class GradientReducer(nn.Cell):
         self.sums = buffer.sums
         self.buffer = buffer
         self.overlaps = False  # True if the ranks reduce the sums during the backward pass of the last micro batch.
-        # For each sharded parameter, by name, the function that gathers its whole value.
+        # By the name of a sharded parameter, the function that gathers its whole value.
         self.gathers: dict[str, Callable[[object], Tensor]] = {}
 
     def fits_kernels(self) -> bool:
-        """Return whether one kernel takes all sums, so that a network that runs op by op needs no graph of them."""
+        """Return whether one kernel processes all sums, so that they need no graph op by op."""
         alone = not (self.several or self.comes_reduced)
         return alone and fits_kernels(*(each.dtype for each in (*self.buffer.all_totals(), *self.parameters)))
 
@@ -44,7 +44,7 @@ class GradientReducer(nn.Cell):
         return max(gather_counts(count)) if self.several else count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
-        """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered tensors."""
+        """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
         return 0, rows, tensors
 
     def max_micro_batches(self, micro_batches: int) -> int:
@@ -52,23 +52,23 @@ class GradientReducer(nn.Cell):
         return micro_batches
 
     def begin_micro_batch(self, is_last: bool) -> None:
-        """Prepare the network for a micro batch, which may be the last one of its window. Called by the host."""
+        """Prepare the network for a micro batch, maybe the last one of its window. Called by the host."""
 
     def end_micro_batch(self, factor: float | None = None) -> None:
-        """Wait for the gradients of a micro batch; note the factor of those of the caller. Called by the host."""
+        """Wait for the gradients of a micro batch; record the factor of a caller's gradients. Called by the host."""
 
     def check_window(self, owner: str) -> None:
-        """Raise if the gradients of a full window are not those of all ranks. Called by the host."""
+        """Raise if the gradients of a full window are not reduced over all ranks. Called by the host."""
 
     def restart(self) -> None:
         """Begin a window. Called by the host."""
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of one micro batch as they are added into the buffer."""
+        """Return the gradients of one micro batch in the form that is added to the buffer."""
         return grads
 
     def reduce(self, added: Done = ()) -> Done:
-        """Reduce the buffer's loss, weight and sums over the ranks, the latter into `sums`."""
+        """Reduce the buffer's loss, weight and sums over the ranks. The reduced sums are in `sums`."""
         # `added` is the result of the buffer's last `add` if that is part of the same graph.
         return ()
 
@@ -85,7 +85,7 @@ class GradientReducer(nn.Cell):
         return squares
 
     def before_update(self) -> Done:
-        """Update `parameters` from those of the network."""
+        """Copy the network's parameters to `parameters`."""
         return ()
 
     def after_update(self, updated: Done) -> Done:
@@ -123,7 +123,7 @@ class DataParallelReducer(GradientReducer):
         # Copied because a graph can only read attributes of a cell.
         self.kept = tuple(bucket.indices for bucket in layout.kept)
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
-        self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
+        self.further = ParameterTuple(buffer.totals()[2:])  # The scalars after the loss and the weight.
         self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
@@ -135,13 +135,13 @@ class DataParallelReducer(GradientReducer):
         return self.reduce_kept(added)
 
     def reduce_kept(self, added: Done, early: tuple[Tensor, ...] = ()) -> Done:
-        """Add the scalars, and the sums that are whole on each rank, over all ranks in place.
+        """Add up, in place, the scalars and the sums that are whole on each rank.
 
-        The messages ``early``, the first ones, have been reduced already.
+        The first messages, ``early``, are already reduced.
         """
         last, done, weight = (), (), ONE
         for number in range(len(self.kept)):
-            # A message waits for the last one, but not for the assignment of its result.
+            # A message waits for the previous one, but not for the assignment of its result.
             if number < len(early):
                 last = early[number].reshape(1, -1)
             else:
@@ -152,7 +152,7 @@ class DataParallelReducer(GradientReducer):
         return done
 
     def _sent(self, number: int, added: Done) -> tuple[Tensor, ...]:
-        """Return the tensors of a message, of which ``added`` may have newer values."""
+        """Return the tensors of a message. Newer values of them may be in ``added``."""
         if len(added) == 0:
             return tuple(self.kept_sums[number])
         return pick((*added[0], added[1], added[2], *self.further), self.kept[number])

@@ -45,7 +45,7 @@ class SemiAuto:
         for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
         messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
         names = [parameter.name for parameter in optimizer.parameters]
-        # The conditions, the arguments, and the parts of the errors.
+        # Each row: a refused condition, the argument, and the parts of the error.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
@@ -58,7 +58,7 @@ class SemiAuto:
         trained = {id(parameter) for parameter in optimizer.parameters}
         left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
         if network.micro_size > 1 and left_out:
-            # The compiler expects an accumulator for each of them.
+            # The compiler expects an accumulator for each trainable parameter.
             rule, got = "one of all trainable parameters", f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
             remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
             raise ValueError(argument_error(_OWNER, "optimizer", f"{rule} in semi-auto-parallel", got, remedy))
@@ -67,7 +67,7 @@ class SemiAuto:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Compile with these settings inside this context, and reset them afterwards."""
-        # Model has set them already, for all that it compiles.
+        # A Model has already set them for everything that it compiles.
         outside = self.auto_parallel is not None and not in_semi_auto()
         try:
             if outside:
@@ -76,8 +76,8 @@ class SemiAuto:
         except RuntimeError as error:
             if "Cannot find micro info" not in str(error):
                 raise
-            # The compiler takes the first operator with a parameter for the one whose backward pass ends a micro batch.
-            # If that is its cast to 16 bits, which all micro batches share, it finds no micro batch for it.
+            # The compiler assumes that the backward pass of the first operator with a parameter ends a micro batch. A
+            # cast to 16 bits is shared by all micro batches, so the compiler finds no micro batch for it.
             rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
             remedy = "Keep its first layer in float32, or build it with lazy_inline."
             raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
@@ -90,7 +90,7 @@ class SemiAuto:
 def _warn_of_differences(network: nn.Cell) -> None:
     """Warn of losses that are not reported, and of a backward pass that need not be linear."""
     if network.losses is not None:
-        # The compiler follows one output of the forward pass, which is the loss.
+        # The compiler follows only one output of the forward pass, the loss.
         warn(
             f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
             f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a "
@@ -153,5 +153,5 @@ def check_compiling(partitioned: bool) -> None:
 @_primexpr
 def gradient_is_returned(micro_size: int) -> bool:
     """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it."""
-    # Read during compilation, since a cell can be built before the settings are in force.
+    # Read during compilation, since a cell may be built before the settings are active.
     return micro_size == 1 or _utils._get_enable_parallel_optimizer()

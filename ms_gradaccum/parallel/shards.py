@@ -1,4 +1,4 @@
-"""Shards: each rank of a group holds its rows of the tensors that can be divided, and the others whole.
+"""Shards: each rank of a group holds its rows of each tensor that can be divided, and all of the other tensors.
 
 The optimizer is sharded, too, inside a group, and replicated over groups.
 """
@@ -23,7 +23,7 @@ from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 
 _HSDP = "HSDP"
-# Names in the code of an optimizer that looks at more than one element at a time.
+# Names in an optimizer's code which show that it combines several elements.
 _WHOLE = frozenset(
     "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm L2Loss L2Normalize "
     "sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm svd qr".split()
@@ -54,18 +54,18 @@ class ShardedReducer(DataParallelReducer):
         self.wholes = ParameterTuple(whole[i] for i in sharded)
         self.own_in_buckets = in_buckets(self.parameters, layout.sharded)
         self.assign_wholes = AssignParts(whole, layout.sharded)
-        # The stand-ins of parameters in checkpoints, by id, and the parameters that checkpoints do not see. The
-        # network's whole parameters are saved and loaded; the slices are updated from them before each update.
+        # The stand-ins of parameters in checkpoints, by id, and the parameters that checkpoints leave out. The
+        # network's whole parameters are saved and loaded, and the slices are copied from them before each update.
         self.views: dict[int, Parameter] = {}
         self.hidden = {id(self.parameters[i]) for i in sharded}
         for item in [*state, *(buffer.sums[i] for i in sharded if self.every_batch)]:
             self._show_whole(item)
         if self.every_batch:
-            # Where each tensor is among the parts, in the order of their messages, and all tensors behind them.
+            # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
             places = {i: place for place, i in enumerate(i for bucket in self.sharded for i in bucket)}
             self.places = tuple(places.get(i, len(places) + i) for i in range(len(whole)))
             return
-        # The sums of sharded gradients are reduced into separate shards, the others in place.
+        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
         self.sums = ParameterTuple(
             zeros(f"accu_grads.shard.{total.name}", part) if is_part else total
             for total, part, is_part in zip(buffer.sums, layout.parts, layout.is_sharded)
@@ -83,7 +83,7 @@ class ShardedReducer(DataParallelReducer):
         last: Done = ()
         parts: tuple[Tensor, ...] = ()
         for number, bucket in enumerate(self.sharded):
-            # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
+            # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
             last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
             for run in cut(last, self.assign_wholes.cuts[number]):
                 parts += run
@@ -125,8 +125,8 @@ class ShardedReducer(DataParallelReducer):
         return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
 
     def _show_whole(self, shard: Parameter) -> None:
-        """Let checkpoints see a parameter of the whole shape without memory in place of ``shard``."""
-        # Loading into it loads the shard; to save it, the function in `gathers` is called, a collective.
+        """In checkpoints, replace ``shard`` by a parameter of the whole shape without memory."""
+        # Loading it loads the shard. Saving it calls the function in `gathers`, a collective.
         shape = (shard.shape[0] * self.size, *shard.shape[1:])
         with no_init_parameters():
             view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
@@ -198,12 +198,12 @@ def _shard_optimizer(
     slices: dict[int, Parameter] = {}  # A parameter can be in several tuples and must have one slice.
     for whole in [value[i] for value in _matching(optimizer) for i in sharded]:
         if id(whole) not in slices:
-            # The network has a parameter of that name; the names of the state are unique.
+            # The network's parameter already has that name; the names of the state are unique.
             name = f"shard.{whole.name}" if id(whole) in parameters else whole.name
             slices[id(whole)] = Parameter(Tensor(cut_rows(whole.asnumpy())), name, requires_grad=whole.requires_grad)
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, ParameterTuple) and any(id(item) in slices for item in value):
-            # Past Cell.__setattr__, which takes the second name of a tuple for another one of the same names.
+            # Bypass Cell.__setattr__, which takes a second attribute with the same tuple for duplicate names.
             vars(optimizer)[name] = ParameterTuple(slices.get(id(item), item) for item in value)
     for group in getattr(optimizer, "param_groups", []):
         group["params"] = [slices.get(id(item), item) for item in group["params"]]

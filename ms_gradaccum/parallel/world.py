@@ -1,4 +1,4 @@
-"""The processes of a job: rank and size, agreement, exchange of values, and a rank that ends with an error."""
+"""The processes of a job: rank and size, agreement, exchange of values, and errors that end a rank."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kept_state import few_rows
 from ms_gradaccum.backend.tensors import Array
 
-# The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
+# Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
@@ -38,7 +38,7 @@ class World(NamedTuple):
 
 
 def current_world(owner: str) -> World:
-    """Return the rank and the number of processes. Raise if ``init()`` was not called in a job of several."""
+    """Return the rank and the number of processes. Raise if a job of several processes has not called ``init()``."""
     if GlobalComm.INITED:
         return World(get_rank(), get_group_size())
     started = int(os.getenv("MS_WORKER_NUM", "1")) if os.getenv("MS_ROLE") == "MS_WORKER" else 1
@@ -63,9 +63,9 @@ class _Collective(nn.Cell):
 
 
 def gather_values(value: object) -> list[Any]:
-    """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
+    """Return each rank's ``value``, which JSON can represent, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
-    data = data.ljust(1 << len(data).bit_length())  # Each length takes a graph of its own, so there are few.
+    data = data.ljust(1 << len(data).bit_length())  # Few lengths, since each needs its own graph.
     return [json.loads(each) for each in _gather_bytes(data, gather_counts(len(data)))]
 
 
@@ -91,7 +91,7 @@ def _gather_bytes(data: bytes, lengths: Sequence[int]) -> list[bytes]:
 
 
 def _as_words(data: bytes) -> Array:
-    """Return bytes, filled up, as int32, which the collectives of every backend send exactly."""
+    """Return padded bytes as int32, which every backend's collectives send exactly."""
     return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32)
 
 
@@ -135,8 +135,8 @@ def compare_ranks(
 ) -> bool:
     """Return whether the ranks have the same learning rates and parameters before an update. Collective.
 
-    If not, warn, or raise where nothing was trained. Warn also if ranks have begun with the same data: ``first`` says
-    what it is, and its hash, or nothing.
+    If not, warn, or raise if nothing was trained yet. Warn also if ranks have begun with the same data: ``first`` has
+    its kind and its hash, or is empty.
     """
     everyone = gather_values([first, rates, digest(parameters, sampled=True)])
     _warn_of_same_data(owner, [each[0] for each in everyone])
@@ -157,7 +157,7 @@ def compare_ranks(
 
 def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
     """Warn if ranks have begun with the same batch or gradients."""
-    # The largest such group is named.
+    # Name the largest group of such ranks.
     groups = [[rank for rank, other in enumerate(firsts) if other == each] for each in firsts if each]
     same = max(groups, key=len, default=[])
     if len(same) > 1:
@@ -171,7 +171,7 @@ def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
 
 
 def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
-    """Return a hash of ``parameters``: of their names, types, shapes and values, or of a few rows."""
+    """Return a hash of ``parameters``: of their names, types, shapes and values, or of a few rows if ``sampled``."""
     total = hashlib.sha256()
     for each in parameters:
         total.update(f"{each.name}{each.dtype}{each.shape}".encode())
@@ -180,7 +180,7 @@ def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
 
 
 def strangers(parameters: Iterable[Parameter]) -> list[int]:
-    """Return the ranks whose values are not those of rank 0 bit for bit. Collective."""
+    """Return the ranks whose values differ from rank 0 in any bit. Collective."""
     digests = gather_values(digest(parameters))
     return [rank for rank, value in enumerate(digests) if value != digests[0]]
 
@@ -203,9 +203,9 @@ def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
-    """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays."""
-    # A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of bytes
-    # per row of each rank, and the arrays, one after the other.
+    """Return the place of this rank's first row among all rows, their number, and the gathered arrays."""
+    # A rank without rows gives no arrays and gets none. Collective, in two messages: first each rank's numbers of rows
+    # and of bytes per row, then the arrays, one after the other.
     own = [len(arrays[0]), sum(array[0].nbytes for array in arrays)] if arrays else [0, 0]
     counts, widths = _send(np.array([own], np.int32)).T
     if len(set(widths[counts > 0])) > 1:
@@ -226,13 +226,13 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
 
 @cache
 def tell_peers(owner: str, world: World) -> None:
-    """Let an error that ends this process be named in the logs of the other ranks, where msrun has written them."""
+    """Make an error that ends this process appear in the msrun logs of the other ranks."""
     before, own = sys.excepthook, Path(os.path.realpath("/proc/self/fd/2"))
     if not _LOG.fullmatch(own.name):
         return
-    import fcntl  # It is missing on Windows, where no such log is.
+    import fcntl  # Missing on Windows, which has no such log.
 
-    # msrun opens the logs without this flag: what this rank writes next would cover what another one has appended.
+    # msrun opens the logs without this flag, so this rank's next lines would overwrite lines that other ranks append.
     fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
