@@ -1,1 +1,1 @@
-"""How inputs are cut into micro batches, and what a loss is: a sum and a weight."""
+"""Inputs, which are split into micro batches, and losses, which are a sum and a weight."""

@@ -10,14 +10,14 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.batch.split import TENSORS, BatchAxis, Flattened, Item, count_rows, spread_axes
 
 _OWNER = "GradAccumulation"
-# Types of per-row values in a list. Tensors in it are checked separately.
+# Types of per-row values in a list. Tensors in a list are checked separately.
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
 def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
     """Return the indices of the inputs that are split although they may not be a batch."""
-    # Tensors as long as the batch on another axis, too, such as a mask, vectors of floating-point numbers, and with
-    # ``with_integers`` integer tensors, which may contain indices of rows.
+    # These are tensors with the length of the batch on another axis, too (a mask, for example), vectors of
+    # floating-point numbers, and, ``with_integers``, integer tensors, which may contain indices of rows.
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
         if not isinstance(item, TENSORS) or not isinstance(axis, int) or not item.shape:

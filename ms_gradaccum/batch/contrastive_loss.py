@@ -19,8 +19,8 @@ _NONE = -1e30
 class ContrastiveLoss(Settled, nn.Cell):
     r"""InfoNCE loss computed in blocks of rows: symmetric for two towers, supervised if there are labels.
 
-    With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row, which are the row of the same
-    place alone or all rows of the same label, the loss of two towers is the mean over both directions of
+    With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row (only the row at the same index,
+    or all rows with the same label), the loss of two towers is the mean over both directions of
 
     .. math::
         -\frac{1}{N} \sum_i \frac{1}{|P_i|} \sum_{j \in P_i} \log \frac{\exp s_{ij}}{\sum_k \exp s_{ik}}
@@ -28,8 +28,8 @@ class ContrastiveLoss(Settled, nn.Cell):
     For pairs without labels this is the loss of CLIP (Radford et al., 2021). With one tower, :math:`b = a`, no row is
     compared with itself, and rows without a positive are ignored: supervised contrast (Khosla et al., 2020).
 
-    The similarities of `block_rows` rows with all others are computed at a time, and again in the backward pass, so
-    no :math:`N \times N` matrix is stored. In a :class:`GradCacheLoss` the rows are those of all processes' batches.
+    The similarities are computed for `block_rows` rows at a time, and again in the backward pass, so no :math:`N \times
+    N` matrix is stored. In a :class:`GradCacheLoss` the rows are those of all processes' batches.
 
     Args:
         temperature (float): :math:`\tau`, or its initial value if it is learnable. Default: ``0.07``.
@@ -93,7 +93,7 @@ class ContrastiveLoss(Settled, nn.Cell):
         _check_shapes(first.shape, second.shape, None if labels is None else labels.shape)
         first, second = self._unit(first), self._unit(second)
         scaled = first * ops.exp(self.logit_scale)
-        # Sums over the positives of each row. They are the same in both directions, which share the labels.
+        # Sums over the positives of each row, equal in both directions, which share the labels.
         others, counts = second, ops.ones((first.shape[0],), ms.float32)
         if labels is not None:
             numbers = ops.stop_gradient(label_numbers(labels))
@@ -115,8 +115,8 @@ class ContrastiveLoss(Settled, nn.Cell):
 class LogSumExps(nn.Cell):
     """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes, block by block.
 
-    No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the result for each such operator. To
-    add numbers to whole rows or columns, the rows get one more element.
+    No matrix is broadcast: on CPU, MindSpore stores two index lists of the result's size for each broadcast. Instead,
+    each row gets one more element, which adds a number to whole rows or columns.
     """
 
     def __init__(self, block_rows: int, is_one: bool) -> None:
@@ -126,7 +126,7 @@ class LogSumExps(nn.Cell):
         self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
 
     def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, along the rows of ``a`` alone for one tower, and the logarithms for the backward pass."""
+        """Return the sum (for one tower, only along the rows of ``a``) and the logarithms for the backward pass."""
         by_row: tuple[Tensor, ...] = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
         for begin, end in blocks_of(a.shape[0], self.block_rows):
@@ -144,7 +144,7 @@ class LogSumExps(nn.Cell):
     def products(self, part: Tensor, b: Tensor, begin: int, end: int) -> Tensor:
         products = ops.matmul(part, b.T)
         if self.is_one:
-            # The diagonal depends on an input; the compiler would store a constant one for each block.
+            # Make the diagonal depend on an input: the compiler would store a constant one for each block.
             itself = ops.diag(ops.minimum(part[:, 0], Tensor(_NONE, ms.float32)))
             products = products + ops.pad(itself, (begin, b.shape[0] - end))
         return products
@@ -173,7 +173,7 @@ class LogSumExps(nn.Cell):
 def label_numbers(labels: Tensor) -> Tensor:
     """Number the labels from 0; equal labels get the same number."""
     ordered, places = ops.sort(labels.reshape(-1))
-    # A slice of a single label would be empty, which MindSpore's kernels do not take.
+    # For a single label the slice would be empty, which MindSpore's kernels refuse.
     before = ops.gather(ordered, ops.maximum(ops.arange(ordered.shape[0]) - 1, 0), 0)
     numbers = ops.cumsum(ops.cast(ops.not_equal(ordered, before), ms.float32), 0)
     # Restore the order of the rows.
@@ -182,7 +182,7 @@ def label_numbers(labels: Tensor) -> Tensor:
 
 @_primexpr
 def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
-    """Return where each block of rows begins and ends."""
+    """Return the begin and end of each block of rows."""
     size = max(block_rows, -(-rows // _MOST_BLOCKS))
     return tuple((begin, min(begin + size, rows)) for begin in range(0, rows, size))
 

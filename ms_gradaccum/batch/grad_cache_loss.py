@@ -1,4 +1,4 @@
-"""A loss over all rows of a batch together, and its substitute in a micro batch once its gradient is known.
+"""A loss over all rows of a batch together, and its substitute in micro batches after the first pass.
 
 After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
@@ -25,10 +25,10 @@ class GradCacheLoss(Settled, nn.Cell):
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
     memory of a micro batch: a first pass keeps only the outputs of all micro batches, and the gradient of `loss_fn`
-    with respect to them starts the backward passes of a second one.
+    with respect to them starts the backward passes of a second pass.
 
     Anywhere else, for example in evaluation, it is an ordinary loss cell. With `accumulation_steps` the loss of the
-    window is the mean of those of its batches, weighted by their rows.
+    window is the mean of its batches' losses, weighted by their rows.
 
     Parameters that the forward pass changes (averages, counters) are changed once per micro batch. If the second pass
     does not reproduce the outputs of the first one, for example because of Dropout, the training step raises a
@@ -49,7 +49,7 @@ class GradCacheLoss(Settled, nn.Cell):
 
     Raises:
         TypeError: If an argument has the wrong type, a subclass its own `construct`, or a backbone returns no tensors.
-        ValueError: If `labels` is negative, or all of the inputs; later, if an output has not the rows on axis 0.
+        ValueError: If `labels` is negative, or all of the inputs; later, if an output lacks the rows on axis 0.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -106,9 +106,9 @@ class GradCacheLoss(Settled, nn.Cell):
 
 
 class CachedLoss(WeightedLoss):
-    """Substitute that a micro batch differentiates in place of a loss whose gradient `FirstPass` has found.
+    """Substitute that a micro batch differentiates in place of the loss. `FirstPass` has computed its gradient.
 
-    It returns the share of the loss, the share, and the `distance` of each output from that of the first pass.
+    It returns the share of the loss, the share, and the `distance` of each output from the first pass's output.
     """
 
     counts_rows = True
@@ -122,7 +122,7 @@ class CachedLoss(WeightedLoss):
         items = tensors if self.structure is None else self.structure(tensors)
         loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
         start = Tensor(0.0, ms.float32)
-        # A linear function with this gradient, so that it is reduced with the network's gradients and counts once.
+        # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.
         for i, parameter in enumerate(self.own):
             start = start + _product(parameter, own_grads[i]) * share
         place = 0
@@ -132,7 +132,7 @@ class CachedLoss(WeightedLoss):
                 start = start + _product(output, cache[place])
                 distances += (distance(ops.stop_gradient(output), firsts[place]),)
                 place += 1
-        # The value is that of the loss; the gradient is that of ``start``.
+        # This has the value of the loss and the gradient of ``start``.
         value = scalar(loss) * share + (start - ops.stop_gradient(start))
         return value, share, ops.stack(distances)
 
@@ -144,7 +144,7 @@ def distance(second: Tensor, first: Tensor) -> Tensor:
     difference = ops.select(same, zeros, ops.abs(second - first)).reshape((first.shape[0], -1))
     size = ops.select(ops.isfinite(first), ops.abs(first), zeros).reshape((first.shape[0], -1))
     rows = ops.amax(size, 1)
-    # A row may contain the rounding error of the largest one.
+    # The rounding error of an element may be that of the row's largest one.
     least = ops.maximum(ops.amax(size) * 0.01, Tensor(1e-30, ms.float32))
     return scalar(ops.amax(ops.amax(difference, 1) / ops.maximum(rows, least)))
 

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from ms_gradaccum.backend.kept_state import Array, as_array
 from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
 
-# So many values of a row are looked at to choose rows.
+# The number of values of a row that are read to choose rows.
 _COLUMNS = 4096
 _BEGIN = "For 'GradAccumulation', the loss should be a mean over rows, but"
 _PAIR_BEGIN = "For 'GradAccumulation', sums and weights of a loss with weighted=True should add up, but"
@@ -50,7 +50,7 @@ _ATTRIBUTES_BEGIN = "For 'GradAccumulation', the loss of a micro batch should no
 
 
 class Rows(NamedTuple):
-    """Some rows of a batch. They are copied when their tensors are asked for, so that none lie about."""
+    """Some rows of a batch. They are copied only when `tensors` is read, which saves memory."""
 
     structure: Hashable
     sources: tuple[Tensor, ...]
@@ -75,10 +75,10 @@ class Rows(NamedTuple):
         return self._replace(places=tuple(self.places[place] for place in places))
 
     def cuts(self, most: int, number: int) -> "tuple[Cut, Cut, Cut | None]":
-        """Return at most so many rows with unlike halves, with mixed ones, and with three parts if there are enough.
+        """Return at most ``most`` rows, cut into unlike halves, into mixed halves and, if possible, into three parts.
 
-        The rows, others for each number, are those that differ most in what fills them up (padding, a mask), which is
-        the smallest or the largest value of a tensor. The parts are a mixed half and the rest of each unlike one.
+        The rows depend on ``number``. They differ most in padding or masks, recognised as the smallest or largest value
+        of a tensor. The three parts are a mixed half and the rest of each unlike half.
         """
         filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")
@@ -97,12 +97,12 @@ class Rows(NamedTuple):
         return self.take(both), self.take(parts[0]), self.take(parts[1])
 
     def joined(self, other: "Rows") -> "Rows | None":
-        """Return these rows and others after them, or None if they do not fit together."""
+        """Return these rows followed by others, or None if their shapes do not match."""
         if self.sources is other.sources:
             return self._replace(places=self.places + other.places)
         try:
             sources = tuple(map(_joined, self.tensors, other.tensors, self.axes))
-        except ValueError:  # Other axes have other lengths.
+        except ValueError:  # Lengths on other axes differ.
             return None
         places = tuple(range(self.size + other.size))
         return self._replace(sources=sources, places=places) if self.structure == other.structure else None
@@ -119,7 +119,7 @@ def _taken(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:
 
 
 def _filled(tensor: Tensor, axis: int | None, size: int) -> Array:
-    """Return what part of each row is the smallest value of a tensor, less what is the largest one."""
+    """Return, per row, the share of the tensor's smallest value minus the share of its largest value."""
     if axis is None:
         return np.zeros(size)
     rows = np.moveaxis(as_array(tensor), axis, 0).reshape(size, -1)
@@ -140,19 +140,19 @@ class Loss(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The losses of some rows and of their parts, of a loss that returns its weight (``weighted``) or does not."""
+    """The losses of some rows and of their parts. If ``weighted``, the loss returns its own weight."""
 
     whole: Loss
     parts: tuple[Loss, ...]
     weighted: bool
-    tolerance: float  # Rounding explains such a relative difference.
+    tolerance: float  # The relative difference that rounding explains.
 
     @property
     def losses(self) -> tuple[Loss, ...]:
         return self.whole, *self.parts
 
     def larger_first(self) -> tuple[int, int]:
-        """Return the indices of two parts, the one with the larger loss first: an empty part may have a loss of 0."""
+        """Return the indices of two parts, the larger loss first, since an empty part may have a loss of 0."""
         return (0, 1) if abs(self.parts[0].value) >= abs(self.parts[1].value) else (1, 0)
 
     def relative(self, difference: float) -> float:
@@ -160,7 +160,7 @@ class Split(NamedTuple):
         return _relative(difference, [loss.value for loss in self.losses])
 
     def misses_mean(self) -> float:
-        """Return by how much the whole misses the mean of the parts, weighted by their rows."""
+        """Return the relative difference of the whole from the mean of the parts, weighted by their rows."""
         mean = sum(part.value * part.weight for part in self.parts) / sum(part.weight for part in self.parts)
         return self.relative(self.whole.value - mean)
 
@@ -168,12 +168,12 @@ class Split(NamedTuple):
         return self.relative(self.whole.value - sum(part.value for part in self.parts))
 
     def misses_weight(self) -> float:
-        """Return by how much the weight of the whole misses the sum of the parts' weights."""
+        """Return the relative difference of the whole's weight from the sum of the parts' weights."""
         difference = self.whole.weight - sum(part.weight for part in self.parts)
         return _relative(difference, [loss.weight for loss in self.losses])
 
     def shows(self) -> bool:
-        """Return whether the means of the parts differ. Equal ones may hide that the parts count differently."""
+        """Return whether the means of the parts differ. Equal means may hide a wrong weight."""
         means = [each.value / each.weight if self.weighted and each.weight else each.value for each in self.parts]
         return _relative(max(means) - min(means), means) > self.tolerance
 
@@ -193,8 +193,8 @@ class Finding(NamedTuple):
 def judge(split: Split, parts: int, twice: tuple[float, float, float] | None = None) -> Finding | None:
     """Return the reason why the parts do not add up to the loss of all rows; None if they do.
 
-    A batch has so many ``parts``, its micro batches. If known, ``twice`` has the losses of the larger part with each
-    row twice, alone and before the other part, and by how much halves of the other part differ from it.
+    ``parts`` is the number of micro batches of a batch. If known, ``twice`` has the losses of the larger part with each
+    row twice, alone and followed by the other part, and the difference of halves of the other part from it.
     """
     if not math.isfinite(split.whole.value):
         return None
@@ -222,10 +222,10 @@ def _judge_mean(split: Split, parts: int, twice: tuple[float, float, float] | No
     whole, low, high = split.whole.value, *sorted((larger, other))
     is_mean = low - rounding <= whole <= high + rounding
     if twice is not None and is_mean:
-        # The share of the larger part in a weighted mean, and the loss that counting it twice would give.
+        # The share of the larger part in a weighted mean, and the loss that the mean would have with this part twice.
         share = (whole - other) / (larger - other)
         predicted = (2 * share * larger + (1 - share) * other) / (1 + share)
-        # What does not count has no entries, or it is not the largest: then its rows make a difference alone.
+        # A part that does not count is empty, unless its halves differ: then the loss is a maximum and not a mean.
         is_largest = abs(whole - larger) <= rounding < twice[2]
         is_mean = max(abs(twice[0] - larger), abs(twice[1] - predicted)) <= 4 * rounding and not is_largest
     return _finding(miss, _WEIGHTS if is_mean else _ROWS)
@@ -242,12 +242,12 @@ def _judge_pairs(split: Split) -> Finding | None:
 
 
 def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
-    """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
+    """Return the finding for a loss whose parts add up, but not their gradients. Equal parts hide their weights."""
     return _finding(miss, _PAIR_GRADIENT, _PAIR_BEGIN) if weighted else _finding(miss, _GRADIENT if shows else _WEIGHTS)
 
 
 def other_attributes(miss: float, names: str) -> Finding:
-    """Return the finding for a loss that changes with attributes of these names, which the first micro batch sets."""
+    """Return the finding for a loss that changes with the attributes ``names``, which the first micro batch sets."""
     return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)
 
 

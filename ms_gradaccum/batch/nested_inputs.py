@@ -1,7 +1,7 @@
-"""Nested inputs are rebuilt from their tensors, also inside a graph.
+"""Reconstruction of nested inputs from their tensors, also inside a graph.
 
-A graph treats a tuple or a dict as a constant and is compiled anew for each new content. So a micro step gets flat
-tensors and rebuilds from them the inputs that the network expects.
+A graph treats a tuple or a dict as a constant and is compiled again for each new content. So a micro step gets flat
+tensors and rebuilds the network's inputs from them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[ob
 
 
 def why_no_graph(structure: Any) -> str:
-    """Return the reason why no graph can take inputs of ``structure`` in PYNATIVE mode, or an empty string."""
+    """Return the reason why a graph in PYNATIVE mode cannot take inputs of ``structure``, or an empty string."""
     if structure[0] not in ("sequence", "dict"):
         return ""
     if hasattr(structure[1], "_fields"):
@@ -48,11 +48,11 @@ def is_flat(structure: Any) -> bool:
 
 
 class Unflatten(nn.Cell):
-    """The cell that rebuilds an input of this ``structure``, or all of them, from its tensors."""
+    """The cell that rebuilds one input, or all inputs, of this ``structure`` from tensors."""
 
     def __init__(self, structure: Any) -> None:
         super().__init__(auto_prefix=False)
-        # The container is the place of a tensor, the type of a sequence, or the keys of a dict.
+        # `container` is the index of a tensor, the type of a sequence, or the keys of a dict.
         self.kind, self.container, content, *_ = structure
         self.named, self.is_list = hasattr(self.container, "_fields"), self.container is list
         self.value = content.value if self.kind == "value" else None

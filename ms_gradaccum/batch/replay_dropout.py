@@ -11,7 +11,7 @@ from ms_gradaccum._checks import Settled, argument_error, check_int, require
 from ms_gradaccum.backend.kernels import fits_kernels, replay_mask
 
 _OWNER = "ReplayDropout"
-# Odd numbers with bits all over, from a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
+# Odd constants of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 _SHIFTS = (16, 15, 16)
 _BITS = 24
@@ -25,7 +25,7 @@ class ReplayDropout(Settled, nn.Cell):
     :class:`GradCacheLoss` resets it before its second pass, which then draws the same masks. MindSpore's own Dropout
     does not allow this, since its random state on CPU cannot be reset.
 
-    On CPU, a custom kernel makes float32 masks. Elsewhere a mask takes about fifteen integer operators.
+    On CPU, a custom kernel computes float32 masks. Otherwise a mask takes about fifteen integer operators.
 
     Args:
         p (float): The probability of a zero, at least 0 and below 1. Default: ``0.5``.
@@ -75,7 +75,7 @@ class ReplayDropout(Settled, nn.Cell):
         seed = check_int(_OWNER, "seed", seed, "Another one for each layer.")
         self.p = float(p)
         self.seed = Parameter(Tensor(seed, ms.int32), name="seed", requires_grad=False)
-        # A hash is one of 2 ** 24 numbers; an element is kept from this number on.
+        # Hashes are below 2 ** 24. An element with a hash of at least this number is kept.
         self.kept_from = round(self.p * 2**_BITS)
         self.bound = Tensor(self.kept_from, ms.int32)
         self.cumulate = ops.CumSum()

@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
 
 class Flattened:
-    """Nested inputs as tensors and the structure around them: those of one structure can share a graph."""
+    """Nested inputs as tensors and a structure. Inputs of the same structure can share a graph."""
 
     def __init__(self, inputs: object, batch_axis: BatchAxis = None) -> None:
         self.leaves: list[Item] = []
@@ -223,7 +223,7 @@ def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ..
     """Return one entry of ``batch_axis`` per item of a tuple or list."""
     if not isinstance(axis, tuple):
         return (axis,) * len(items)
-    # Default values of the network's arguments may follow the caller's inputs; they contain nothing to split.
+    # Default values of the network's arguments may follow the caller's inputs; they have nothing to split.
     missing = len(items) - len(axis)
     if missing < 0 or any(isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]):
         got = f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}"

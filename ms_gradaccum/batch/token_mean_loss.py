@@ -25,8 +25,8 @@ class TokenMeanLoss(Settled, nn.Cell):
     numbers of tokens are added over micro batches and ranks, and one division gives the mean over all tokens of the
     window, however they are distributed, without prefetching a window to count its tokens.
 
-    A network that computes its loss itself does not need this cell: it returns `(loss_sum, tokens)`, and
-    ``GradAccumulation(network, micro_size, weighted=True)`` takes it.
+    A network that computes its loss itself does not need this cell: let it return `(loss_sum, tokens)`, and give it to
+    ``GradAccumulation(network, micro_size, weighted=True)``.
 
     Labels are aligned with the logits: for a causal language model, shift them in the dataset.
 

@@ -1,6 +1,6 @@
 """A loss as a pair (sum, weight): added over micro batches and ranks, and divided once at the end.
 
-That is exact however rows or tokens are split; a mean of means is not.
+This is exact for any split of rows or tokens; a mean of means is not.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
-# Values that the compiler leaves to the Python interpreter have no type in a graph, and no gradient.
+# Values that the compiler leaves to the Python interpreter have neither a type in a graph nor a gradient.
 _OBJECT_REMEDY = (
     "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode an attribute of a cell "
     "that construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
@@ -65,7 +65,7 @@ def _refuse_losses(count: int, remedy: str) -> None:
 
 @_primexpr
 def _presence_of(count: int) -> list[float]:
-    """Return 1 for each of ``count`` losses, followed by 0 for each unused place of a report."""
+    """Return 1 for each of ``count`` losses, followed by 0 for each unused place in a report."""
     if count > MOST_OTHER_LOSSES:
         raise ValueError(
             f"For 'GradAccumulation', the argument 'network' must return at most {MOST_OTHER_LOSSES} scalars after its "
@@ -101,7 +101,7 @@ class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight) and further losses to report, from flattened inputs of a micro batch."""
 
     counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
-    is_cached = False  # True if it stands for a loss of the whole batch, see grad_cache_loss.py.
+    is_cached = False  # True for the substitute of a loss of the whole batch, see grad_cache_loss.py.
 
     def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
@@ -135,7 +135,7 @@ class WeightedLoss(nn.Cell):
         return found
 
     def reported(self, further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return a row of further losses and a row of 1 for each, filled up with zeros, or nothing without a report."""
+        """Return a row of further losses and a row of ones, padded with zeros, or nothing without a report."""
         if not self.reports:
             return ()
         presence = Tensor(_presence_of(len(further)), ms.float32)
@@ -153,7 +153,7 @@ class RowWeight(WeightedLoss):
     counts_rows = True
 
     def construct(self, rows: Tensor | None, *tensors: object) -> tuple[Tensor, ...]:
-        """Return them. ``rows`` is None for 1, without a product, which would be one in the backward pass, too."""
+        """Return them. ``rows`` is None for 1, which saves a product in the forward and the backward pass."""
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
         further = self.further(outputs, 1, _LOSSES_REMEDY)
