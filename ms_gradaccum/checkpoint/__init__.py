@@ -1,1 +1,1 @@
-"""All that a training needs to go on, as files."""
+"""Saving and loading everything that a training needs to continue."""

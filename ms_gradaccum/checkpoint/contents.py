@@ -43,10 +43,10 @@ class SavedState(NamedTuple):
 class Held(NamedTuple):
     """A tensor of a state."""
 
-    target: Parameter  # It is loaded into this.
-    source: Parameter  # It is saved from this, of which this rank may have only a shard.
-    gather: Callable[[Parameter], Tensor] | None  # Collective: returns the whole tensor of a shard.
-    window: int | None  # Index of the window if it is one of its sums, which each rank has for itself.
+    target: Parameter  # The destination for loading.
+    source: Parameter  # The source for saving. This rank may have only a shard of it.
+    gather: Callable[[Parameter], Tensor] | None  # Collective. It returns the whole tensor of a shard.
+    window: int | None  # Index of the window, for its sums, which differ per rank.
 
     def value(self) -> Array:
         array: Array = (self.source if self.gather is None else self.gather(self.source)).asnumpy()
@@ -58,13 +58,13 @@ class Contents:
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
-        # True if the compiler has given each rank its own part of all tensors; has_shards: the network, of some.
+        # True if the compiler has split all tensors over the ranks; has_shards: if the network has split some.
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
         self.reducers = [reducer for window in self.windows for reducer in window.reducers]
         self.has_shards = any(reducer.has_shards for reducer in self.reducers)
-        # By their names in MindSpore's checkpoints; those of a second or later network or optimizer get a prefix.
+        # The keys are names as in MindSpore's checkpoints, with a prefix from the second network or optimizer on.
         self.held: dict[str, Held] = {}
         self._seen: set[int] = set()
         for i, window in enumerate(step.windows):
@@ -84,7 +84,7 @@ class Contents:
     def _hold(
         self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None
     ) -> None:
-        """Hold parameters by a prefix and their names; ``reducer`` may shard them, ``window`` is that of sums."""
+        """Add parameters by prefix and name. ``reducer`` may shard them; ``window`` is the index for sums."""
         for parameter in items:
             target = parameter if reducer is None else reducer.saved(parameter)
             if target is None or id(parameter) in self._seen:
@@ -97,24 +97,24 @@ class Contents:
             self.held[name] = Held(target, parameter, gather, window)
 
     def state_dict(self) -> State:
-        """Return the state of the step outside of tensors, as JSON."""
+        """Return the state of the step except tensors, as JSON."""
         loop = {"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {}
         windows = [window.state_dict() for window in self.windows]
         return {"events": self.step.events.state_dict(), "windows": windows, **loop}
 
     def load_state_dict(self, saved: State) -> None:
-        """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
+        """Load the state except tensors. After an error, objects that come earlier are already changed."""
         if isinstance(self.step, Accumulator) != ("loop" in saved):
             raise another_program(f"{'has' if 'loop' in saved else 'lacks'} the loop of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
-        # After its windows, whose batches the loop does not count again.
+        # After the windows, because the loop reads their counts.
         if isinstance(self.step, Accumulator):
             self.step.window.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
-        """Return the description of a state that has the current counts of the step."""
+        """Return the description of a state with the current counts of the step."""
         epoch = places[0].next_epoch if places else None
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 

@@ -20,7 +20,7 @@ from ms_gradaccum.backend.tensors import Array
 
 FORMAT, VERSION = "ms_gradaccum", 2
 MANIFEST = "manifest.json"
-# The size of the tensors that one process holds at a time. Unit: bytes.
+# The largest file of several tensors, which a process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
@@ -45,7 +45,7 @@ def number_of(state: Path) -> int:
 
 
 def find_state(directory: str | Path) -> Path | None:
-    """Return the folder itself if it is a state, under whatever name, or else the last state in it."""
+    """Return the folder itself if it is a state, with any name, or else the last state in it."""
     folder = Path(directory).absolute()
     if number_of(folder) and folder.is_dir():
         return folder
@@ -60,7 +60,7 @@ def renamed_states(directory: str | Path) -> list[Path]:
 
 
 def _is_ours(manifest: Path) -> bool:
-    """Return whether a file begins as the manifest of a state. Other programs write files of this name, too."""
+    """Return whether a file begins like the manifest of a state. Other programs use this file name, too."""
     return manifest.is_file() and f'"format": "{FORMAT}"' in manifest.read_text(errors="replace")[:100]
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def commit(partial: Path, manifest: State) -> str:
-    """Write the manifest and give the state its name, atomically. Return the name."""
+    """Write the manifest, then rename the folder to the state's name, atomically. Return the name."""
     text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
     _write(partial / MANIFEST, text.encode())
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
@@ -142,7 +142,7 @@ def keep_last(directory: Path, number: int) -> None:
     """Remove all states but the last ``number``. The next save removes what cannot be removed now."""
     with suppress(OSError):
         for state in states_in(directory)[:-number]:
-            # It is renamed first, so that a kill in the middle leaves no incomplete state.
+            # Rename it first, so that a kill during the removal leaves no incomplete state.
             shutil.rmtree(state.rename(directory / f"{_PARTIAL}{state.name}"))
 
 
@@ -164,7 +164,7 @@ def read_manifest(state: Path) -> State:
     _check(is_whole, path, "lacks its files, its processes or its extra values")
     for name, facts in files.items():
         kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
-        # Valid names do not lead out of the folder.
+        # A valid name cannot lead out of the folder.
         is_known = _FILE.fullmatch(name) is not None and kinds == {"size": int, "sha256": str}
         _check(is_known, path, f"lists the file {name!r} in a way that this version does not write")
     return manifest

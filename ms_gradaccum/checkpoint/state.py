@@ -36,7 +36,7 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
 _Plan = list[tuple[Parameter, Array]]  # Parameters and their new values.
-# What is assigned once all ranks have accepted the state: tensors, random states, positions in the data, and `extra`.
+# Values to assign once all ranks have accepted the state: tensors, random states, positions in the data, `extra`.
 _Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
 
 
@@ -53,9 +53,9 @@ def save_state(
     counts, the loss scale, learning rate schedulers, the position in the data, the states of the random number
     generators of Python, NumPy and MindSpore, and `extra`.
 
-    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`, which gets its name once all files are
-    on the disk: a program that is killed at any time leaves the previous state intact. ``mindspore.load_checkpoint``
-    reads its safetensors files. All processes of a job call it, with a folder that all can access.
+    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`. It gets its name once all files are on
+    the disk, so a program that is killed at any time leaves the previous state intact. ``mindspore.load_checkpoint``
+    reads its safetensors files. All processes of a job must call this function, with a folder that all can access.
 
     Args:
         step (Union[TrainOneStepCell, Accumulator, Model]): The training step.
@@ -64,8 +64,7 @@ def save_state(
     Keyword Args:
         keep_checkpoint_max (int): Number of states to keep; older ones are removed once the new one is written.
             Default: ``5``.
-        extra (dict, optional): Further values to save, in types of JSON; :func:`load_state` returns them.
-            Default: ``None``.
+        extra (dict, optional): Further JSON values to save; :func:`load_state` returns them. Default: ``None``.
 
     Returns:
         :class:`SavedState`.
@@ -110,7 +109,7 @@ def save_state(
     if isinstance(trained, Accumulator):
         places = [dataset.place() for dataset in trained.datasets.values()]
     else:
-        place = getattr(step, "data_place", None)  # Of a Model.
+        place = getattr(step, "data_place", None)  # A Model has one.
         places = [] if place is None else [place]
     numbers = {**contents.state_dict(), "random": random_states(), "data": [place.as_json() for place in places]}
     name = _save(contents, folder, numbers, checked)
@@ -166,7 +165,7 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
 
 
 def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) -> files.Files:
-    """Write the tensors that are this rank's own, and on rank 0 those that the ranks share."""
+    """Write this rank's own tensors, and on rank 0 also the tensors that the ranks share."""
     is_open = [window.count.read() > 0 for window in contents.windows]
     present = [pair for pair in contents.held.items() if pair[1].window is None or is_open[pair[1].window]]
     own = ((name, held.value()) for name, held in present if name in own_names)
@@ -175,7 +174,7 @@ def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) ->
         values = ((name, held.value()) for name, held in shared)
         written = files.write_tensors(partial, "", values) if rank == 0 else {}
     finally:
-        # The gathers are collective: all ranks join them, and they go on if rank 0 fails to write.
+        # The gathers are collective: all ranks join them, even if rank 0 fails to write.
         for _, held in shared:
             if held.gather:
                 held.value()
@@ -191,21 +190,21 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     With as many processes as before, the training continues bit for bit, except for operators with a random state
     inside a kernel, such as ``nn.Dropout`` on CPU, which MindSpore restarts from their seed. The number of processes
     may change, and data parallelism can be replaced by HSDP: sums of an open window are added up, and sharded datasets
-    go on with the samples that are left. A semi-auto-parallel step needs as many processes as before, or MindSpore's
+    continue with the remaining samples. A semi-auto-parallel step needs as many processes as before, or MindSpore's
     functions for distributed checkpoints.
 
     Args:
         step (Union[TrainOneStepCell, Accumulator, Model]): The training step. The prepared datasets of an Accumulator
             continue from their positions, in the order in which they are prepared; a Model's dataset in
             ``train(..., resume=True)``.
-        directory (Union[str, PathLike]): Folder of states, of which the last one is loaded, or the folder of one state.
+        directory (Union[str, PathLike]): Folder of states (the last one is loaded), or the folder of one state.
 
     Returns:
         :class:`SavedState`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `directory` is no path, there is no state in it, it is damaged, or of another program.
+        ValueError: If `directory` is no path or has no state, or the state is damaged or of another program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
@@ -221,7 +220,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     contents, world = Contents(trained), current_world(_LOAD)
     state = Path(exchange(lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
     found: list[_Found] = []
-    # Numbers are restored if this or another rank refuses one. Tensors are too large, so they are checked first.
+    # If any rank refuses a number, all numbers are restored. Tensors are too large for that and are checked first.
     with all_or_nothing(contents):
         exchange(lambda: found.append(_load_numbers(contents, world, state)))
     plan, random, places, extra = found[0]
@@ -246,7 +245,7 @@ def _choose(directory: Path) -> Path:
 
 
 def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
-    """Check everything, then load the numbers. Return the rest, which is assigned once all ranks have accepted it."""
+    """Check everything, then load the numbers. Return the rest, to assign once all ranks have accepted it."""
     try:
         manifest = files.read_manifest(state)
         everyone = manifest["ranks"]
@@ -256,11 +255,11 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         numbers = everyone[world.rank % len(everyone)]
         random = checked_random_states(numbers.get("random"), "the state")
         if world.rank >= len(everyone):
-            # With the random state of another rank, both would draw the same numbers.
+            # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
         places = [PassPlace.of_json(place, len(everyone), random) for place in data["data"]]
-        # An open window continues on all ranks, also on those that did not save.
+        # An open window continues on all ranks, even on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})
     except DamagedState as error:
@@ -294,8 +293,8 @@ def _plan(contents: Contents, world: World, batches: list[list[int]], state: Pat
         return files.read_tensors(state, written, f"rank_{rank}/")
 
     def parts_of(name: str, window: int, is_gathered: bool) -> list[Array]:
-        # A window is one sum over the saving ranks, each of which may have a part. A part goes to one rank, or to all
-        # of those that gather it.
+        # A window's sums are added up over the saving ranks. Each rank's part goes to one rank, or to all that gather
+        # it.
         opened = [rank for rank, counts in enumerate(batches) if counts[window] > 0][: 1 if name in shared else None]
         takes = [rank for rank in opened if is_gathered or rank % world.size == world.rank]
         sources = [shared if name in shared else own_of(rank) for rank in takes]

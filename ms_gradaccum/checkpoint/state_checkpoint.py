@@ -20,11 +20,10 @@ _OWNER = "StateCheckpoint"
 
 
 class StateCheckpoint(Settled, Callback):
-    """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` goes on from it.
+    """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` can resume it.
 
-    It saves at the end of each epoch and, if asked for, in between, also in the middle of a window. After a SIGTERM the
-    current window is finished (in a job of one process, the current batch), the state is saved and the program exits
-    with status 143.
+    It saves at the end of each epoch and, on request, in between, also in the middle of a window. After a SIGTERM it
+    lets the current window finish (in a job of one process, the current batch), saves, and exits with status 143.
 
     Args:
         directory (Union[str, PathLike]): Folder of the states. All processes must have access to it.
@@ -34,8 +33,8 @@ class StateCheckpoint(Settled, Callback):
         save_checkpoint_seconds (float, optional): Time after which a state is saved at the end of a window.
             Unit: seconds. Default: ``None``.
         keep_checkpoint_max (int): Number of states to keep. Default: ``5``.
-        save_at_sigterm (bool): Whether to save at a SIGTERM. Several processes then agree after each window, which
-            costs a message of a few bytes. Default: ``True``.
+        save_at_sigterm (bool): Whether to save at a SIGTERM. Several processes then exchange a message of a few bytes
+            after each window. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -84,12 +83,12 @@ class StateCheckpoint(Settled, Callback):
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
         self.model: Model | None = None  # The model that is training with this callback.
         self._is_told_to_end = False
-        self._saved_step, self._time = -1, 0.0  # Of the last saved state.
+        self._saved_step, self._time = -1, 0.0  # Step and time of the last state.
         self._is_built = True
 
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
-        """Attach to a training of ``model`` inside this context. Only the main thread can handle signals."""
+        """Attach to a training of ``model`` in this context. Only the main thread can handle signals."""
         hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
         self.model, self._is_told_to_end = model, False
         before = signal.signal(signal.SIGTERM, self._note_signal) if hears else None
@@ -106,7 +105,7 @@ class StateCheckpoint(Settled, Callback):
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
         folder, is_first = self.directory, current_world(_OWNER).rank == 0
-        # States under other names alone are an error of `load_state`: a training would begin anew in silence.
+        # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
         if exchange(lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
             load_state(model, folder)
 
@@ -132,7 +131,7 @@ class StateCheckpoint(Settled, Callback):
         return max(answers) > 1, answers[0] % 2 == 1
 
     def _save(self, step: int) -> bool:
-        """Save a state if all processes can, and return whether they could."""
+        """Save a state if all processes can, and return whether it was saved."""
         if self.model is None or not self.model.can_save:
             return False
         save_state(self.model, self.directory, keep_checkpoint_max=self.keep_max)
