@@ -42,15 +42,15 @@ def create_trainer(
 ) -> Model:
     r"""Return a Model like mindcv's function of the same name, with this package's accumulation.
 
-    The positional arguments are those of mindcv 0.3.0, whose conversion to half precision is used. The same as there
-    are `network`, `loss`, `metrics`, `amp_level`, `amp_cast_list`, `clip_grad` and `clip_value`.
+    The positional arguments are those of mindcv 0.3.0, and so is the conversion to half precision. `network`, `loss`,
+    `metrics`, `amp_level`, `amp_cast_list`, `clip_grad` and `clip_value` are as in mindcv.
 
     Args:
-        optimizer (Cell): The optimizer, with a `loss_scale` of 1: the gradient is divided by the scale before.
-        loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"``, which is a fixed one.
-        loss_scale (float): The scale; of a dynamic one, its initial value. Default: ``1.0``.
-        drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update; a dynamic
-            scale always drops it. Default: ``False``.
+        optimizer (Cell): The optimizer, with a `loss_scale` of 1: the gradient is already divided by the scale.
+        loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"``, which means fixed.
+        loss_scale (float): The scale, or the initial value of a dynamic scale. Default: ``1.0``.
+        drop_overflow_update (bool): Whether to skip the update of a window whose gradient has an Inf or a NaN; always
+            with a dynamic scale. Default: ``False``.
         ema (bool): Only ``False``: :class:`ms_gradaccum.EMA` is a callback, which takes `ema_decay`.
         gradient_accumulation_steps (int): Number of batches of one update. Default: ``1``.
 

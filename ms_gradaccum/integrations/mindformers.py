@@ -24,7 +24,7 @@ _OFF = {
 
 
 class SummedLoss(nn.Cell):
-    """Sum of the loss terms of a model without ``use_legacy``: four means, or ``per_token`` six sums and counts."""
+    """Sum of the loss terms of a model without ``use_legacy``: four means or, ``per_token``, six sums and counts."""
 
     def __init__(self, network: nn.Cell, per_token: bool) -> None:
         super().__init__(auto_prefix=False)
@@ -33,7 +33,7 @@ class SummedLoss(nn.Cell):
     def construct(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         terms = self.network(*inputs)
         if self.per_token:
-            # Next-token loss, its tokens, the same of further tokens, and two terms that are multiplied by tokens.
+            # Next-token loss and its tokens, the same for further tokens, and two terms multiplied by tokens.
             return terms[0] + terms[2] + terms[4] + terms[5], terms[1]
         return terms[0] + terms[1] + terms[2] + terms[3]
 
@@ -44,7 +44,7 @@ class AccumulatedStep(TrainOneStepCell):
     Name it in ``runner_wrapper`` of the YAML file, in place of ``MFTrainOneStepCell``.
 
     Args:
-        network, optimizer (Cell): What mindformers' trainer gives.
+        network, optimizer (Cell): The network and the optimizer of mindformers' trainer.
         micro_size (int): The number of micro batches of one batch (a count, not rows). Default: ``1``.
         use_clip_grad (bool): Whether the window's mean gradient is clipped to the global norm `max_grad_norm`.
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
@@ -61,8 +61,8 @@ class AccumulatedStep(TrainOneStepCell):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range or a setting of ``MFTrainOneStepCell`` that this step does not know,
-            or the compiler partitions the step (semi-auto-parallel).
+        ValueError: If an argument is out of range or a setting of ``MFTrainOneStepCell`` that this step lacks, or the
+            compiler partitions the step (semi-auto-parallel).
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -81,7 +81,7 @@ class AccumulatedStep(TrainOneStepCell):
     ) -> None:
         is_legacy = is_legacy_model()
         _check_settings(settings, is_legacy)
-        # The trainer gives None for what is not in the YAML file.
+        # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
         check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
         clips = check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm.")
@@ -96,16 +96,16 @@ class AccumulatedStep(TrainOneStepCell):
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs in the order of mindformers' monitors."""
         loss, overflow, _, _, norm, _, rates, _ = items
-        # mindformers saves the scale of the next step in order to resume.
+        # mindformers saves this scale, and resumes with it.
         scale = ops.depend(self.body.loss_scale.value(), items)
-        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm  # Of several groups, the last one.
+        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm  # For several groups, the last rate.
 
 
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     rule, remedy = "stand-alone or data parallel", "MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
     require(not in_semi_auto(), _OWNER, "parallel_mode", rule, "semi-auto-parallel", remedy)
     for name, value in settings.items():
-        # A legacy model returns one loss, whatever the trainer's default says.
+        # A legacy model returns one loss, despite the trainer's default.
         is_known = name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value)
         remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
         require(is_known, _OWNER, name, "left out", repr(value), remedy)

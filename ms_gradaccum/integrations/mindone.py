@@ -20,7 +20,7 @@ class ModelLoss(nn.Cell):
 
     Args:
         model (Cell): The model. It is called with keywords and ``return_dict=False``, and returns its loss first.
-        columns (Sequence[str]): The model's names for what a batch has, in the order of the batch, for example
+        columns (Sequence[str]): The model's argument names for the tensors of a batch, in order, for example
             ``("input_ids", "attention_mask", "labels")``.
 
     Inputs:
@@ -79,11 +79,11 @@ def train_step(
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
-        drop_overflow_update (bool): Whether an Inf or a NaN in a window's gradient skips its update, as it always does
-            with a dynamic scale. Default: ``True``.
+        drop_overflow_update (bool): Whether an Inf or a NaN in a window's gradient skips its update; always with a
+            dynamic scale. Default: ``True``.
         gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip_grad (bool): Whether the window's mean gradient is clipped to the global norm `clip_norm`.
-        zero_helper (None): Only None: `parallel` says what several processes share.
+        zero_helper (None): Only None: `parallel` determines what is sharded.
 
     Keyword Args:
         micro_size (int): The number of micro batches of each batch (a count, not rows). Default: ``1``.
