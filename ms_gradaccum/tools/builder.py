@@ -1,4 +1,4 @@
-"""The function that builds a training: where it is, and how a new process imports and calls it.
+"""The function that builds a training: its place, and how a new process imports and calls it.
 
 MindSpore, whose import takes seconds, is imported only after the first checks.
 """
@@ -38,7 +38,7 @@ def _is_found(package: str) -> bool:
     importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # An imported module that does not say where it comes from, such as __main__.
+    except ValueError:  # An imported module without a spec, such as __main__.
         return True
 
 
@@ -60,7 +60,7 @@ class Builder(NamedTuple):
         import mindspore as ms
 
         place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
-        # The arguments of this program are for its own functions. A function of another program sees none.
+        # The arguments of this program are only for its own functions. A function of another program gets none.
         argv = [place] if isinstance(build, str) else sys.argv
         return Builder(place, name, argv, ms.get_context("mode"), _device(), owner)
 
@@ -70,7 +70,7 @@ class Builder(NamedTuple):
 
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
-        # A device can be set only once, so the default one is not set: the function may choose another.
+        # A device can be set only once. So the default device is not set, because the function may choose another.
         if self.device != _device():
             ms.set_device(*self.device)
         try:
@@ -103,7 +103,7 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
 
 
 def _locate(owner: str, build: object) -> tuple[str, str]:
-    """Return the file or module of a function and its name there. Raise unless this leads to the same function."""
+    """Return the file or module of a function, and its name there. Raise unless they lead to the same function."""
     if not callable(build):
         raise TypeError(_sentence(owner, f"{build!r} of type {type(build).__name__}"))
     place, name = str(getattr(build, "__module__", "")), str(getattr(build, "__qualname__", ""))
@@ -111,7 +111,7 @@ def _locate(owner: str, build: object) -> tuple[str, str]:
     if module is None or _attribute(module, name) is not build:
         raise ValueError(_sentence(owner, repr(build)))
     if place == "__main__":
-        # Only `python -m package.program` has a spec; a program that is started by its path, or a notebook, has none.
+        # Only `python -m package.program` has a spec; a program that is started by its path and a notebook have none.
         spec = getattr(module, "__spec__", None)
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():

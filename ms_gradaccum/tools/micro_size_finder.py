@@ -1,4 +1,4 @@
-"""The smallest number of micro batches whose training fits into a given memory, measured by a process for each."""
+"""The smallest number of micro batches that fits into a given memory. A process measures each candidate."""
 
 import json
 import os
@@ -27,13 +27,13 @@ from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_ac
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "find_micro_size"
-# The polling interval of a process's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
+# The polling interval of a process's memory. A process fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
-# How far beyond the limit single rows may go, so that an error can say how much they take.
+# Single rows may exceed the limit by at least this many bytes, so that the error can state their memory.
 _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES, _MOST_WINDOWS = 2, 20
-# The micro batches at either end that run in place of all: the second one reuses the memory of the first one.
+# The number of micro batches at either end that replace all: the second one reuses the memory of the first one.
 _ENDS = 2
 _OUT_OF_MEMORY = re.compile(
     r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
@@ -60,17 +60,17 @@ class Probe(NamedTuple):
 
 
 class _OverCap(Exception):
-    """Raised where a measured process takes more memory than it may."""
+    """Raised if a measured process exceeds its memory cap."""
 
 
 class Measured(NamedTuple):
-    """The memory of a training, in bytes. An item is None if its process ended before it was known."""
+    """The memory of a training, in bytes. An item is None if the process ended before it was measured."""
 
     rows: int | None = None
-    # In use before the first window, and the most in use from then on.
+    # Memory before the first window, and the peak from then on.
     loaded: int | None = None
     peak: int | None = None
-    # The process is killed if it takes more than this. None if the memory is that of a device.
+    # The process is killed above this limit. None if device memory is measured.
     cap: int | None = None
     is_killed: bool = False
 
@@ -85,18 +85,18 @@ def find_micro_size(
     r"""Return the smallest `micro_size` with which the training of a batch fits into a memory limit.
 
     Each measurement is a new process that imports and calls `build` and makes two updates with a
-    :class:`TrainOneStepCell`. It is ended as soon as it exceeds the limit. docs/tools.md has the details.
+    :class:`TrainOneStepCell`. The process is ended as soon as it exceeds the limit. docs/tools.md has the details.
 
     On CPU the memory is the peak of the process's resident memory from the first window on, including 400 MiB of
-    MindSpore itself. On Ascend and GPU it is what MindSpore has allocated on the device.
+    MindSpore itself. On Ascend and GPU it is the memory that MindSpore has allocated on the device.
 
     Args:
         build (Union[Callable, str]): A function without arguments at the top level of a file, or its place:
             ``"train.py:build"`` or ``"package.module:build"``. It returns `(network, optimizer, batch)` or
             `(network, optimizer, batch, settings)`: the arguments of :class:`TrainOneStepCell`, the inputs of
             `network` (in their order, by name, or the only one), and a dict of keyword arguments of
-            :class:`TrainOneStepCell`. A program that has the function itself calls `find_micro_size` under
-            ``if __name__ == "__main__":``, since the new process imports it.
+            :class:`TrainOneStepCell`. A program that defines the function itself must call `find_micro_size` under ``if
+            __name__ == "__main__":``, since the new process imports the program.
         memory_limit (Union[int, str]): Bytes, as a number or a text: ``"4GiB"`` (of 1024) or ``"500MB"`` (of 1000).
 
     Keyword Args:
@@ -146,7 +146,7 @@ def find_micro_size(
             report(Probe(micro_size, rows, last.peak, is_small, seconds))
         return is_small
 
-    # The whole batch first: it may fit, and its process says how many rows there are.
+    # The whole batch first: it may fit, and its process reports the number of rows.
     found = 1 if fits(1) else _search(last.rows or 1, fits)
     if found is None:
         raise MemoryError(_too_little(last, limit))
@@ -155,9 +155,9 @@ def find_micro_size(
 
 def _search(rows: int, fits: Callable[[int], bool]) -> int | None:
     """Return the smallest micro_size above 1 that fits, or None."""
-    # For each number of rows in the largest micro batch, which determine the memory, the smallest micro_size.
+    # The rows of the largest micro batch determine the memory: for each number of rows, the smallest micro_size.
     counts = sorted({-(-rows // largest) for largest in range(1, rows + 1)})
-    # Go twice as far until one fits, then bisect: the answer is mostly among the first.
+    # Double until one fits, then bisect: the answer is mostly among the first.
     begin, place = 1, 1
     while begin < len(counts) and not fits(counts[place]):
         begin, place = place + 1, min(2 * place + 1, len(counts) - 1)
@@ -201,7 +201,7 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
                 raise error.here(must_run) from error
         except EndedError:
             status, said = job.process.returncode, job.last_words() or "none"
-            # Only the system sends SIGKILL, when memory runs out.
+            # SIGKILL comes only from the system, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
                 raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said}") from None
@@ -221,13 +221,13 @@ def _check_memory_limit(limit: int | str) -> int:
 def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
     """Build a training in the folder ``home``, train it in ``micro_size`` micro batches, and return its peak."""
     os.chdir(home)
-    # When memory runs out, the system kills this process first, without a core dump.
+    # Make the system kill this process first when memory runs out, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     training, on_host = Training(Builder(*builder).call(), micro_size), ms.get_context("device_target") == "CPU"
-    # Building has left gaps, which the training would fill first.
+    # Return memory gaps that building has left, which the training would fill first.
     return_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # The peak starts from the memory of now.
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
     loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
     cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
     meeting.write("begun", json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
@@ -236,13 +236,13 @@ def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home
 
 
 def begun(folder: Path) -> Measured:
-    """Return what a child has written before its first window."""
+    """Return the values that a child has written before its first window."""
     file = folder / "begun"
     return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
 
 
 def memory_of(process: int | str, key: str) -> int:
-    """Return the bytes of resident memory of a process now (VmRSS) or at most (VmHWM); 0 if it has ended."""
+    """Return the current (VmRSS) or peak (VmHWM) resident memory of a process in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -256,7 +256,7 @@ def is_out_of_memory(kind: str, text: str) -> bool:
 
 
 class Training:
-    """The training that a function has built: its step with so many micro batches, its batch, and the rows of that."""
+    """The training that a function has built: its step with ``micro_size`` micro batches, its batch, and the rows."""
 
     def __init__(self, made: Any, micro_size: int) -> None:
         if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
@@ -273,7 +273,7 @@ class Training:
         few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
         self.step = TrainOneStepCell(few, optimizer, **settings)
         self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
-        # In evaluation mode, in which cells are made, Dropout and BatchNorm take less memory than in training.
+        # Cells start in evaluation mode, in which Dropout and BatchNorm take less memory than in training.
         if not any(cell.training for _, cell in network.cells_and_names()):
             self.step.set_train()
 
@@ -282,20 +282,20 @@ class Training:
         updates = 0
         for _ in range(_MOST_WINDOWS):
             output = self.step(*self.inputs)
-            flushed = self.step.flush()  # With accumulation_steps the window is still open.
+            flushed = self.step.flush()  # With accumulation_steps, the window is still open.
             updates += (output if flushed is None else flushed).is_updated
             if updates == _UPDATES:
                 return
 
 
 class FewMicroBatches(GradAccumulation):
-    """Train with only the first and the last micro batches: the others have the same shapes and reuse their memory."""
+    """Train only with the first and the last micro batches. The others have the same shapes and reuse their memory."""
 
     def split(self, *inputs: object) -> SplitBatch:
         """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
-        # All of them are kept, as in training: where rows are copied, that takes as much as the batch.
+        # Keep all of them, as training does: if rows are copied, this takes as much memory as the batch.
         batch = self.whole = super().split(*inputs)
-        # A loss of the whole batch takes the memory of all its rows.
+        # A loss over the whole batch needs the memory of all rows.
         if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
             return batch
         return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])

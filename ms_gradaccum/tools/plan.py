@@ -18,7 +18,7 @@ from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, layout_of
 from ms_gradaccum.tools.text import aligned, size_text
 
 _OWNER = "TrainingPlan"
-# A plan counts batch by batch, so their number is limited.
+# The number of batches is limited, because a plan counts them one by one.
 _MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
 # What each setting counts, and its limit.
 _COUNTS = {
@@ -37,12 +37,12 @@ _COUNTS = {
 class TrainingPlan:
     """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, memory, messages.
 
-    ``print(plan)`` shows it. Skipped updates (gradients with an Inf or NaN) are not counted, nor what `reduce_dtype`,
-    ``bad_micro_batch="drop"``, hooks of the network and the compiler change in the messages.
+    ``print(plan)`` shows it. It ignores skipped updates (gradients with an Inf or NaN), and changes of the messages by
+    `reduce_dtype`, ``bad_micro_batch="drop"``, hooks of the network and the compiler.
 
     Keyword Args:
-        dataset_size (int): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)` as with
-            ``num_shards`` and ``shard_id`` of MindSpore's datasets.
+        dataset_size (int): Rows of the data. Each rank gets `ceil(dataset_size / ranks)`, as with ``num_shards`` and
+            ``shard_id`` of MindSpore's datasets.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
         epochs, steps (int, optional): Passes over the data, or batches of each rank. Give one of them.
         ranks (int): Number of processes. Default: ``1``.
@@ -53,13 +53,13 @@ class TrainingPlan:
         micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
             ``parallel="auto"`` is ``DataParallel()`` for several ranks.
         parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
-        device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which selects the operators of a
-            message. Default: that of the context.
+        device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which determines the operators of the
+            messages. Default: that of the context.
 
     Attributes:
         batches_per_epoch (int): Batches of each rank in a pass.
         batches (int): Batches of each rank in all.
-        updates (int): Calls of the optimizer: the number of steps to give a schedule.
+        updates (int): Calls of the optimizer: the number of steps for a schedule.
         updates_per_epoch (int): The largest number of updates in a pass.
         rows_per_update (int): Rows of a whole window on all ranks.
         micro_batches_per_update (int): Micro batches of a whole window on each rank.
@@ -115,7 +115,7 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         _check_settings(self)
         window, batch_size = _window_batches(self), self.batch_size
-        # A dataset repeats its first rows at the end if the ranks do not divide them.
+        # A dataset repeats its first rows at the end if its rows are not divisible by the ranks.
         rows = -(-self.dataset_size // self.ranks)
         kept = rows - rows % batch_size if self.drop_remainder else rows
         rule, got = f"at least one batch of {batch_size} rows on each rank", f"{rows} rows on each"
@@ -212,13 +212,13 @@ def _bytes(messages: Sequence[Message]) -> str:
 
 
 def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> tuple[Array, Array]:
-    """Return the number of the first batch of each update, and of the batch after its last one."""
+    """Return, per update, the numbers of its first batch and of the batch after its last one."""
     # With "carry", all epochs count as one.
     length = batches if last_window == "carry" else per_epoch
     starts = np.arange(0, batches, length)
     first = (starts[:, None] + np.arange(0, length, window)).ravel()
     end = np.minimum(first + window, np.repeat(starts + length, len(first) // len(starts)).clip(max=batches))
-    # Windows behind the last batch are empty; an incomplete window is an update if it is applied.
+    # Windows after the last batch are empty. An incomplete window makes an update if it is applied.
     kept = end - first >= (1 if last_window == "apply" else window)
     return first[kept], end[kept]
 

@@ -1,4 +1,4 @@
-"""Processes that measure or try something, and jobs of them. They never outlive the process that started them."""
+"""Child processes for measurements and tests, and jobs of several. They never outlive the process that started them."""
 
 import ctypes
 import importlib
@@ -28,10 +28,10 @@ from ms_gradaccum._checks import first_line
 _JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
-# The environment variable that marks the processes of a job, which must not start jobs in turn.
+# The environment variable that marks the processes of a job, which must not start further jobs.
 IN_JOB = "MS_GRADACCUM_JOB"
 _PR_SET_PDEATHSIG = 1
-# It is loaded here because a process that has forked from several threads cannot load it.
+# Loaded here, because a process that was forked from several threads cannot load it.
 _LIBC = ctypes.CDLL(None)
 # The polling interval of a folder. Unit: seconds.
 _MOMENT = 0.2
@@ -42,21 +42,21 @@ _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutErr
 
 
 class RankError(Exception):
-    """The error of a rank of a job. Its own text is the traceback there."""
+    """The error of a rank of a job. Its text is the traceback in that rank."""
 
     def __init__(self, rank: int, kind: str, text: str, line: str, traceback: str) -> None:
         super().__init__(traceback)
         self.rank, self.kind, self.text, self.line = rank, kind, text, f"{kind}: {line}"
 
     def here(self, said: str) -> Exception:
-        """Return the error to raise here: one of this package as it is, the first line of another one after `said`."""
+        """Return the error to raise here: an error of this package unchanged, for others `said` and the first line."""
         if self.text.startswith("For '"):
             return _KINDS.get(self.kind, RuntimeError)(self.text)
         return RuntimeError(f"{said} got {self.line}")
 
 
 class EndedError(Exception):
-    """The end of the process of a rank that has not reported, or of all processes if the rank is None."""
+    """The process of a rank has ended without a report; all processes, if the rank is None."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -83,10 +83,10 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
 
 
 class Job:
-    """Processes, several by msrun, that call one function in a folder of their own. A context manager that ends them.
+    """Processes that call one function in their own folder, several by msrun. A context manager, which ends them.
 
-    ``extra`` adds to their environment, given the folder. ``function``, as ``module:function``, takes a Meeting and the
-    ``task``, and returns a report.
+    ``extra`` returns further environment variables for a folder. ``function``, as ``module:function``, takes a Meeting
+    and the ``task``, and returns a report.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Job:
         script = self.folder / "worker.py"
         script.write_text(f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({arguments})\n")
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
-        # The processes are killed in the end, so their temporary files are removed together with the folder.
+        # The processes are killed at the end, so their temporary files are removed with the folder.
         outside = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         settings = {**outside, **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
@@ -137,7 +137,7 @@ class Job:
             )
 
     def _end_with_parent(self) -> None:
-        # msrun ends its processes. A program in the background of a script ignores the signal, and would hand that on.
+        # msrun ends its processes. A background program of a script ignores the signal, and msrun would inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_parent(signal.SIGINT if self.count > 1 else signal.SIGKILL)
 
@@ -145,7 +145,7 @@ class Job:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with ExitStack() as ends, suppress(subprocess.TimeoutExpired):  # A second Ctrl-C, too, leaves nothing behind.
+        with ExitStack() as ends, suppress(subprocess.TimeoutExpired):  # Clean up even after a second Ctrl-C.
             ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
             ends.callback(self._kill)
             # msrun ends its processes.
@@ -153,13 +153,13 @@ class Job:
             self.process.wait(5)
 
     def wait(self, timeout: float, tell: Callable[[str], None], moment: float = _MOMENT) -> list[dict[str, Any]]:
-        """Return the reports of all ranks. Raise the first RankError, an EndedError or, after so long, a TimeoutError.
+        """Return the reports of all ranks. Raise the first RankError, an EndedError or a TimeoutError.
 
         Meanwhile ``tell`` is called with the current phase, every ``moment`` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
-            # This is asked first: a process may report and end in between. A process that has ended has failed.
+            # Read this first, because a process may report and end in between. A process that has ended has failed.
             over = self.process.poll() is not None
             ended = [i for i in range(self.count) if _has_ended(self.folder / f"process_{i}")]
             for path in sorted(self.folder.glob("error_*.json")):
@@ -175,7 +175,7 @@ class Job:
             time.sleep(moment)
 
     def phase(self) -> str:
-        """Return the phase of the first rank that is not done. The first ranks have more to do than the others."""
+        """Return the phase of the first rank that is not done. The first ranks do more than the others."""
         files = [self.folder / f"phase_{rank}" for rank in range(self.count)]
         if not all(file.exists() for file in files):
             return f"starting {self.count} processes"
@@ -192,7 +192,7 @@ class Job:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        # Those of other groups.
+        # Processes of other groups.
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self.mark.items() <= process.environ().items():
@@ -200,7 +200,7 @@ class Job:
 
 
 def _has_ended(file: Path) -> bool:
-    """Return whether the process whose number is in a file, if there is one, has ended."""
+    """Return whether a file has the number of a process, and that process has ended."""
     try:
         return file.exists() and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -208,13 +208,13 @@ def _has_ended(file: Path) -> bool:
 
 
 class Meeting:
-    """Files in which ranks report and synchronize: on CPU a collective would time out while others compile."""
+    """Files with which ranks report and synchronize. On CPU, a collective would time out while others compile."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.rank, self.size = Path(folder), 0, 1
 
     def join(self, rank: int, size: int) -> None:
-        """Enter as this rank, once it is known."""
+        """Register this process with its rank."""
         self.rank, self.size = rank, size
         self.write(f"process_{rank}", str(os.getpid()))
 
@@ -222,7 +222,7 @@ class Meeting:
         self.write(f"phase_{self.rank}", text)
 
     def report(self, values: Mapping[str, object]) -> None:
-        """Report the results of this rank, which is then done."""
+        """Report the results of this rank, and mark it as done."""
         self.phase(_DONE)
         self.write(f"report_{self.rank}", pickle.dumps(values))
 
@@ -244,7 +244,7 @@ class Meeting:
 
 
 def serve(folder: str, function: str, task: str) -> None:
-    """Call a function in a process of a job, report its result or its error, and wait to be ended."""
+    """Call a function in a process of a job, report its result or its error, and wait to be killed."""
     end_with_parent()
     meeting = Meeting(folder)
     module, _, name = function.partition(":")
@@ -252,6 +252,6 @@ def serve(folder: str, function: str, task: str) -> None:
         meeting.report(getattr(importlib.import_module(module), name)(meeting, **json.loads(task)))
     except (Exception, SystemExit) as error:
         meeting.error(error)
-    # msrun takes long to end the others if one ends by itself, and without its GPU MindSpore would end with an error.
+    # If one process exits, msrun takes long to end the others, and without a GPU MindSpore would exit with an error.
     while True:
         time.sleep(1e6)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = "") -> Iterator[str]:
-    """Return lines with columns of equal width: two of words, which begin alike, and others that end alike."""
+    """Return lines with columns of equal width: two left-aligned columns of words, and right-aligned ones."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:

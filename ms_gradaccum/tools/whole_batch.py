@@ -1,4 +1,4 @@
-"""The whole batch in one piece, with which windows and partitioned programs are compared."""
+"""The whole batch in one piece, for comparisons with windows and partitioned programs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -52,12 +52,12 @@ def _keep(grad: Tensor) -> Tensor:
 
 @_dense.register("RowTensor")
 def _scatter(grad: Any) -> Tensor:
-    # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
+    # The gradient of a sparse lookup contains the rows that were read. A row can occur more than once.
     return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
 
 
 class LossOnly(nn.Cell):
-    """The mean loss of a network as its only output, as MindSpore's steps take it."""
+    """The mean loss of a network as its only output, for MindSpore's steps."""
 
     def __init__(self, network: GradAccumulation) -> None:
         super().__init__(auto_prefix=False)
@@ -68,7 +68,7 @@ class LossOnly(nn.Cell):
 
 
 class ClippedOptimizer(nn.Cell):
-    """An optimizer of a gradient that MindSpore's own functions clip, as the clip of a step says."""
+    """An optimizer whose gradient is first clipped by MindSpore's own functions, with the settings of a step's clip."""
 
     def __init__(self, optimizer: nn.Cell, clip: object) -> None:
         super().__init__(auto_prefix=False)
@@ -84,7 +84,7 @@ class ClippedOptimizer(nn.Cell):
 
 
 class Difference(NamedTuple):
-    """The largest difference of an entry of the parameters, the distance trained, and the name of the farthest one."""
+    """The largest difference of a parameter's element, the largest change by training, and the parameter's name."""
 
     difference: float
     moved: float
@@ -99,8 +99,8 @@ def values_of(network: nn.Cell) -> Values:
 def train_whole(
     loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[object]], norms: bool = True
 ) -> list[tuple[float, float]]:
-    """Train with MindSpore's own step. Return the loss and the gradient's norm of each batch, 0 without ``norms``."""
-    # In a graph MindSpore loops over the gradients that it returns, which must be few.
+    """Train with MindSpore's own step. Return each batch's loss and gradient norm (0 without ``norms``)."""
+    # In a graph, MindSpore loops over the gradients that it returns, so they must be few.
     step = nn.TrainOneStepCell(loss_cell, optimizer, return_grad=norms)
     reports = []
     for batch in batches:

@@ -1,1 +1,1 @@
-"""Reports of a training, and where they are written."""
+"""Reports of a training, and their destinations."""

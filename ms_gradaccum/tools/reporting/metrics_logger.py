@@ -1,4 +1,4 @@
-"""Reports into a file, and to other programs that watch a training."""
+"""Reports to a file, and to other programs that monitor a training."""
 
 import json
 import os
@@ -22,17 +22,16 @@ _OWNER = "MetricsLogger"
 
 
 class MetricsLogger(StepReporter, Callback):
-    """A :class:`StepReporter` whose `log` writes each report as a line of JSON, and hands it on if asked.
+    """A :class:`StepReporter` whose `log` writes each report as a line of JSON, and can pass it to a function.
 
     In ``Model.train`` and ``Model.fit`` it is a callback, and writes the results of evaluations too. In a loop of your
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
 
     A line is a JSON object with the items of the report, `time` (seconds since 1970) and in a Model `epoch`. An Inf or
-    NaN is ``null``. If the disk is full, a warning says so, and the next report writes the line too.
+    NaN is ``null``. If the disk is full, a warning says so, and the next report writes the missing lines, too.
 
     Args:
-        path (Union[str, os.PathLike]): The file of the lines, to which they are appended. Its folder is made if there
-            is none.
+        path (Union[str, os.PathLike]): The file to which the lines are appended. Its folder is created if necessary.
         log (Callable, optional): Called with a dict from names to numbers and the number of the update, as
             ``wandb.log`` and ``swanlab.log`` are. Default: ``None``.
 
@@ -83,8 +82,8 @@ class MetricsLogger(StepReporter, Callback):
         """Write the report of an update, and return it; None inside a window.
 
         Args:
-            output (Union[StepReport, StepOutput], optional): The report, or an output of which one is made.
-            extra (dict): Numbers to write beside it, by name.
+            output (Union[StepReport, StepOutput], optional): The report, or an output to make it from.
+            extra (dict): Further numbers to write, by name.
 
         Raises:
             TypeError: If `output` is something else, or something in `extra` is not a number.
@@ -116,7 +115,7 @@ class MetricsLogger(StepReporter, Callback):
 
     def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        # The names are those of fit's own loss and of the user's metrics, some of which are no single numbers.
+        # The names are those of fit's own loss and of the user's metrics. Some metrics are not single numbers.
         results = _numbers(params.get("eval_results") or params.get("metrics") or {})
         results = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
         if results:
@@ -133,19 +132,19 @@ class MetricsLogger(StepReporter, Callback):
 
 
 class _JsonLines:
-    """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
+    """A file with one JSON object per line. It is opened for each line, so that the line is on the disk afterwards."""
 
     def __init__(self, path: object) -> None:
         # Absolute, since the program may change its folder.
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        # Lines that a full disk has refused.
+        # Lines that could not be written to a full disk.
         self.unwritten, self.has_failed = b"", False
-        if self.path.stat().st_size:  # A pipe has none.
+        if self.path.stat().st_size:  # A pipe has no size.
             with self.path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
-                # A program that was killed can leave the start of a line.
+                # A killed program can leave the start of a line.
                 self.unwritten = b"" if file.read() == b"\n" else b"\n"
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -155,7 +154,7 @@ class _JsonLines:
         self.unwritten += json.dumps(plain).encode() + b"\n"
         try:
             while self.unwritten:
-                # Unbuffered, so that it is known what is in the file.
+                # Unbuffered, so that the content of the file is known.
                 with self.path.open("ab", buffering=0) as file:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
@@ -166,7 +165,7 @@ class _JsonLines:
 
 
 def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Return those values that are single numbers."""
+    """Return the values that are single numbers."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError, OverflowError):

@@ -60,24 +60,24 @@ class ProgressBar(Settled, Callback):
         self._is_built = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        self._close()  # If one object is given twice, or after a training that was interrupted.
+        self._close()  # It may be open if one object is given twice, or after an interrupted training.
         params = run_context.original_args()
         self._initial_step, self._last_epoch = params.cur_step_num, 0
-        self._num_updates: int | None = None  # None: the step does not tell.
+        self._num_updates: int | None = None  # None: the step does not count updates.
         self._loss: object = None
         self._last_update: StepOutput | None = None
         if current_world(_OWNER).rank != 0:
             return
         live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
         lines = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS, "leave": False}
-        lines["disable"] = False  # $TQDM_DISABLE is about bars.
+        lines["disable"] = False  # $TQDM_DISABLE is only for bars.
         total = params.epoch_num * params.batch_num
         bar = _Bar(self._facts, total=total, unit="batch", miniters=0, position=0, **({} if live else lines))
         if bar.disable:
             return
         self._bar, self._streams = bar, ExitStack()
         if live:
-            # Whole lines that others write go above the bar.
+            # Whole lines of other output go above the bar.
             self._streams.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
             self._streams.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
 
@@ -99,7 +99,7 @@ class ProgressBar(Settled, Callback):
         self._close()
 
     def __exit__(self, *error: object) -> None:
-        # Model.fit leaves its callbacks after each evaluation, too. After an error on_train_end does not come.
+        # Model.fit calls this after each evaluation, too. After an error, on_train_end is not called.
         if error[0] is not None:
             self._close()
 
@@ -108,10 +108,10 @@ class ProgressBar(Settled, Callback):
             return
         if self._bar.n != self._bar.last_print_n:
             self._bar.refresh()
-        # Else the bar is lines, or someone has redirected the streams since and keeps them.
+        # Otherwise the bar is lines, or the streams were redirected later and stay so.
         if all(isinstance(stream, DummyTqdmFile) for stream in (sys.stdout, sys.stderr)):
             for stream in (sys.stdout, sys.stderr):
-                if any(getattr(stream, "_buf", [])):  # The start of a line without its end.
+                if any(getattr(stream, "_buf", [])):  # An unfinished line.
                     stream.write("\n")
             self._streams.close()
         self._bar.close()
@@ -127,13 +127,13 @@ class ProgressBar(Settled, Callback):
             if others:
                 yield f"other losses {' '.join(others)}"
             rates = self._last_update.learning_rate.asnumpy()
-            # Groups can have rates of their own.
+            # Groups can have their own rates.
             yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
             yield f"norm {self._last_update.grad_norm.asnumpy().item():.4g}"
 
 
 class _Bar(tqdm):
-    """A bar that asks for the facts only when it shows them, since reading a loss waits for the device."""
+    """A bar that reads the facts only when it is drawn, since reading a loss waits for the device."""
 
     def __init__(self, facts: Callable[[], Iterator[str]], **settings: Any) -> None:
         self.facts = facts
@@ -145,7 +145,7 @@ class _Bar(tqdm):
 
 
 class _Lines:
-    """The standard output stream, on which all that tqdm draws is a line of its own."""
+    """The standard output stream, with a line for each drawing of tqdm."""
 
     def write(self, text: str) -> None:
         if text.strip():

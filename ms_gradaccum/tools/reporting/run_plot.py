@@ -17,16 +17,16 @@ _PANELS = {
     "gradient norm": {"grad_norm": "before clipping", "clipped_grad_norm": "after clipping"},
     "weight norm": {"weight_norm": ""},
 }
-# A wide, pale line below a thin one, so that both are seen where they coincide.
+# A wide, pale line below a thin one, so that both are visible where they coincide.
 _STYLES = {"before clipping": {"linewidth": 4, "alpha": 0.35}}
-# A range as wide as this is easier to see on a logarithmic axis.
+# From this range on, the axis is logarithmic.
 _WIDE = 20
 
 Run = Sequence[Mapping[str, Any]]
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Return the reports of the last run, and of runs that it goes on from, in order of the updates."""
+    """Return the reports of the last run, and of the runs that it has resumed, in the order of the updates."""
     reports: dict[int, Mapping[str, Any]] = {}
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -35,7 +35,7 @@ def read_run(path: str | PathLike[str]) -> Run:
             continue  # A killed program has left it unfinished.
         if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
             while reports and next(reversed(reports)) >= record["update"]:
-                reports.popitem()  # A resumed training makes some updates again, another one all.
+                reports.popitem()  # A resumed training repeats some updates, a new training all.
             reports[record["update"]] = record
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
@@ -43,7 +43,7 @@ def read_run(path: str | PathLike[str]) -> Run:
 
 
 def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> None:
-    """Draw the loss over the updates of some runs into a PNG, and of learning rate and norms those that vary."""
+    """Draw the loss over the updates of some runs into a PNG, and the learning rate and norms if they vary."""
     try:
         # pyplot is not used because it keeps global state and may open a window.
         from matplotlib.figure import Figure

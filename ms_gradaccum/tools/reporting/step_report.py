@@ -23,11 +23,11 @@ from ms_gradaccum.training.window import Window
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on one window, made by a :class:`StepReporter`. Items that were not requested or are not known are None.
+    """Report on one window, made by a :class:`StepReporter`. Items that were not requested or are unknown are None.
 
     docs/observing.md lists the items. `update` is the optimizer's `global_step`; for optimizers without one, the
-    reporter counts. There is no rate in the first report, which includes compiling, nor if updates were missed since
-    the last one (in data sink mode the reporter sees the last update of a sink).
+    reporter counts. The first report has no rate, because it includes compiling. Nor has a report after updates that
+    the reporter did not see (in data sink mode it sees only the last update of a sink).
     """
 
     update: int
@@ -48,7 +48,7 @@ class StepReport:
     weight_norm: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """Return what is known as single numbers, by name: of several learning rates the least and the largest."""
+        """Return the known items as single numbers, by name; of several learning rates the smallest and the largest."""
         items = {field.name: getattr(self, field.name) for field in fields(self)}
         items |= {f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses") or (), 1)}
         if isinstance(rates := items["learning_rate"], tuple):
@@ -66,7 +66,7 @@ class StepReporter(Settled):
 
     Keyword Args:
         every (int): Number of windows for one report, whose rate covers all of them. Default: ``1``.
-        weight_norm (bool): True computes the norm of the weights: a pass over them. Default: ``False``.
+        weight_norm (bool): Whether to compute the norm of the weights in a pass over them. Default: ``False``.
         network (Cell, optional): The network to report on if an Accumulator has several. Default: ``None``.
 
     Raises:
@@ -105,7 +105,7 @@ class StepReporter(Settled):
         self._is_built = True
 
     def _watch(self, train_step: TrainOneStepCell | Accumulator | None, network: nn.Cell | None = None) -> None:
-        """Report on this training step from now on; on outputs alone if there is none."""
+        """Report on this training step from now on; without one, only on outputs."""
         self._window: Window | Step | None = None
         if isinstance(train_step, TrainOneStepCell):
             self._window = train_step.windows[0]
@@ -116,17 +116,17 @@ class StepReporter(Settled):
             rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
             raise TypeError(argument_error(self._owner, "train_step", rule, typed(train_step), remedy))
         self._events = None if train_step is None else train_step.events
-        # There are none where the compiler has partitioned the step.
+        # A step that the compiler partitions has none.
         reducers = self._window.reducers if self._window is not None and self._has_norm else []
         norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
         self._weight_norm = norm if reducers else None
         self._updates = self._skipped_updates = 0
-        # The time and the weight since the last report, and the updates that the optimizer has made unseen until then.
+        # The time and the weight since the last report, and the number of updates that this reporter did not see.
         self._since: float | None = None
         self._weight, self._unseen = 0.0, 0
 
     def report(self, output: StepOutput | None) -> StepReport | None:
-        """Return the report of a window, or None: inside it, and between those of `every`.
+        """Return the report of a window; None inside a window, and for windows that `every` leaves out.
 
         Args:
             output (StepOutput, optional): The result of the training step or of ``Accumulator.step``.
@@ -161,13 +161,13 @@ class StepReporter(Settled):
         return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
 
     def restart(self) -> None:
-        """Exclude the time until now from the next rate, for example that of an evaluation."""
+        """Exclude the time until now from the next rate, for example an evaluation."""
         if self._since is not None:
             self._since, self._weight = time.perf_counter(), 0.0
 
 
 class _WeightNorm(nn.Cell):
-    """The L2 norm of all trained parameters, which are whole on each rank, as one vector."""
+    """The L2 norm of all trained parameters as one vector. They are whole on each rank."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
@@ -179,7 +179,7 @@ class _WeightNorm(nn.Cell):
 
 
 def _plain(tensor: Tensor | None) -> float | tuple[float, ...] | None:
-    """Return a tensor of one element as a number, another one as a tuple."""
+    """Return a tensor of one element as a number, other tensors as a tuple."""
     if tensor is None:
         return None
     values = tuple(tensor.asnumpy().reshape(-1).tolist())

@@ -21,7 +21,7 @@ from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.partition import connect
 
 _OWNER = "test"
-# The format of the results. It changes when programs that read the old format would misread the new one.
+# The version of the format. It changes if programs that read the old format would misread the new one.
 _FORMAT = 2
 _OUTCOMES = ("passed", "skipped", "failed")
 
@@ -37,7 +37,7 @@ def self_test(
 ) -> dict[str, Any]:
     """Train small networks in windows, compare with MindSpore's own step on the whole batch, and return the results.
 
-    ``timeout`` holds for each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
+    ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
     device = ms.get_context("device_target") if device is None else device
     check_choice(_OWNER, "device", device, ("CPU", "GPU", "Ascend"), "By default MindSpore chooses it.")
@@ -66,7 +66,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
-    """Run a cell in processes of its own, so that one that hangs or dies does not affect the others."""
+    """Run a cell in its own processes, so that a cell that hangs or dies does not affect the others."""
     simulated = cell.partitioned and cell.device == "CPU"
     devices, lacking = facts.get("devices", cell.size), why_not() if simulated else None
     if cell.workers == 1 and cell.parallel != ALONE:
@@ -117,8 +117,8 @@ def _result(outcome: str, said: str, *numbers: float) -> dict[str, Any]:
 
 
 def judge(found: Found) -> tuple[str, str]:
-    """Return whether a cell has passed, and a line about its difference."""
-    # The comparison is this way round because a NaN must fail.
+    """Return "passed" or "failed", and a line about the difference."""
+    # Not '>' for "failed", because a NaN must fail.
     if found.difference <= found.tolerance:
         return "passed", f"{found.difference:.1e} of {found.tolerance:.1e} ({found.what})"
     return "failed", f"{found.what}: a difference of {found.difference:.1e}, and {found.tolerance:.1e} is rounding"

@@ -27,7 +27,7 @@ _DEVIATIONS = 4.0
 _ROUNDING = {ms.float32: _FLOAT32, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
 _MATRIX_UNIT = {"CPU": _FLOAT32, "GPU": 2.0**-11, "Ascend": 2.0**-11}
 _INPUTS, _HIDDEN, _OUTPUTS = 12, 32, 4
-# The number of roundings in a row, in the forward and the backward pass of the MLP.
+# The number of consecutive roundings in the forward and the backward pass of the MLP.
 _ROUNDINGS = 10
 
 Arrays = tuple[np.ndarray[Any, Any], ...]
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One test, and its process in a job: ``function``, as ``module:function``, takes the cell and returns a Found."""
+    """One test, with its process in a job. ``function``, as ``module:function``, takes the cell and returns a Found."""
 
     name: str
     function: str
@@ -59,11 +59,11 @@ class Cell:
     size: int = 1
     workers: int = 2
     device: str = "CPU"
-    folder: str = ""  # Of files that cells exchange.
+    folder: str = ""  # The folder for files that cells exchange.
 
     @property
     def title(self) -> str:
-        """Its line in the table, before the result."""
+        """The start of the cell's line in the table."""
         kind = "" if self.parallel == ALONE else f"{self.parallel}: "
         return f"{kind}{self.name}, {self.dtype}, {self.mode}"
 
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """Rows of a batch. Neither micro batches nor processes divide them, but those of semi-auto-parallel must."""
+        """Rows of a batch, not divisible by micro batches or processes, except in semi-auto-parallel."""
         return 6 * self.workers + (not self.partitioned)
 
     def share(self, arrays: Arrays) -> list[Tensor]:
@@ -82,7 +82,7 @@ class Cell:
 
 
 def perceptron() -> nn.SequentialCell:
-    """Return an MLP, with the same parameters each time."""
+    """Return an MLP with the same parameters in each call."""
     network = nn.SequentialCell(nn.Dense(_INPUTS, _HIDDEN), nn.Tanh(), nn.Dense(_HIDDEN, _OUTPUTS))
     for number, parameter in enumerate(network.trainable_params()):
         spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
@@ -92,13 +92,13 @@ def perceptron() -> nn.SequentialCell:
 
 
 def rows_of(number: int, rows: int) -> Arrays:
-    """Return the rows of a batch, the same each time."""
+    """Return the rows of a batch, the same in each call."""
     rng = np.random.default_rng(100 + number)
     return rng.normal(size=(rows, _INPUTS)).astype(np.float32), rng.normal(size=(rows, _OUTPUTS)).astype(np.float32)
 
 
 def labelled_rows(number: int, rows: int) -> Arrays:
-    """Return rows with labels, most of which are ignored in the first half."""
+    """Return rows with labels. Most labels of the first half are ignored."""
     inputs, outputs = rows_of(number, rows)
     labels = outputs.argmax(-1).astype(np.int32)
     labels[1 : rows // 2] = -100
@@ -120,14 +120,14 @@ class Training:
         self.cell, self.whole_loss, self.batch = cell, whole_loss or nn.MSELoss(), batch
         self.network, self.settings = perceptron(), settings
         self.reports: list[tuple[float, float]] = []
-        # It is built before the step, which may rewrite the network for half precision.
+        # Built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
         network = around(GradAccumulation(loss(self.network), _MICRO_SIZE))
         parallel = _KINDS.get(cell.parallel, "auto")
         self.step = TrainOneStepCell(network, optimizer, parallel=parallel, **settings).set_train()
 
     def feed(self, *numbers: int) -> "Training":
-        """Train this process's rows of batches, and note the reports of the updates."""
+        """Train this process's rows of batches, and record the reports of the updates."""
         for number in numbers:
             output = self.step(*self.cell.share(self.batch(number, self.cell.rows)))
             if bool(output.updated.asnumpy()):
@@ -135,14 +135,14 @@ class Training:
         return self
 
     def note(self, output: Any) -> None:
-        """Note the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
+        """Record the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
         norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
         self.reports.append((float(output[0].asnumpy()), float(norm.asnumpy())))
 
     def compared(
         self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value
     ) -> Found:
-        """Compare two updates with MindSpore's own step, for which each window is one batch."""
+        """Compare two updates with MindSpore's own step, which gets each window as one batch."""
         batches, clip = self.settings.get("accumulation_steps", 1), self.settings.get("clip")
         network, rows = perceptron(), self.cell.rows
         optimizer = ClippedOptimizer(nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM), clip)
@@ -160,7 +160,7 @@ class Training:
         found = {"parameters": apart.difference / apart.moved}
         if self.reports:
             theirs = np.array(reports[-len(self.reports) :])
-            # The largest of numbers with a NaN is a NaN.
+            # NumPy's maximum of numbers with a NaN is NaN.
             losses, norms = (np.abs(np.array(self.reports) - theirs) / theirs).max(0)
             found |= {"losses": float(losses), "norms": float(norms)}
         return Found(found[worst(found)], allowed, worst(found))

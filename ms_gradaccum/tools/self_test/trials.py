@@ -20,8 +20,8 @@ from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whol
 from ms_gradaccum.tools.simulation.partition import partition
 from ms_gradaccum.tools.whole_batch import values_of
 
-_SCALE = 1024.0  # The gradients of these networks do not overflow with it in float16.
-_MAX_NORM = 0.25  # It is below the norms of the gradients, 0.8 and more.
+_SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
+_MAX_NORM = 0.25  # Below the norms of the gradients, which are at least 0.8.
 _STATE = "state_of_one"
 
 
@@ -54,7 +54,7 @@ def clipped(cell: Cell) -> Found:
 
 
 def tokens(cell: Cell) -> Found:
-    """Train a mean over the labels that are not ignored, of which each micro batch has another number."""
+    """Train a mean over the valid labels, whose number differs between micro batches."""
     return Training(cell, TokenMeanLoss, nn.CrossEntropyLoss(), labelled_rows).feed(0, 1).compared()
 
 
@@ -76,13 +76,13 @@ def overflow(cell: Cell) -> Found:
 
 
 def resume(cell: Cell) -> Found:
-    """Save a state in mid-window, load it into a training that is built anew, and go on."""
+    """Save a state in mid-window, load it into a newly built training, and continue."""
     save_state(Training(cell, accumulation_steps=2).feed(0, 1, 2).step, Path(cell.folder, _STATE))
     return resume_other(cell)
 
 
 def resume_other(cell: Cell) -> Found:
-    """Go on from the state that one process has saved in mid-window."""
+    """Continue from the state that one process has saved in mid-window."""
     if not Path(cell.folder, _STATE).exists():
         raise SkippedCell("one process has saved no state")
     training = Training(cell, accumulation_steps=2)
@@ -91,7 +91,7 @@ def resume_other(cell: Cell) -> Found:
 
 
 def one_graph(cell: Cell) -> Found:
-    """Run the window inside a larger graph: that of data sink mode, or of @jit on CPU, which has no such mode."""
+    """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
     if cell.device == "CPU":
         graph = ms.jit(training.step)
@@ -105,9 +105,9 @@ def one_graph(cell: Cell) -> Found:
 
 
 def semi_auto(cell: Cell) -> Found:
-    """Let MindSpore's compiler partition the step over all processes: rows over half of them, layers over two.
+    """Let MindSpore's compiler partition the step: rows over half of the processes, layers over two.
 
-    CPU has no semi-auto-parallel. There the step is compiled for GPUs, and the program runs on CPU processes.
+    CPU has no semi-auto-parallel: there the step is compiled for GPUs, and the program runs on CPU processes.
     """
     if cell.size % 2:
         raise SkippedCell(f"sharded operators take an even number of processes, not {cell.size}")
@@ -121,7 +121,7 @@ def semi_auto(cell: Cell) -> Found:
 
     with built_for("GPU" if on_cpu else cell.device), graph_mode():
         training = Training(cell, _InlinedLoss, around=partitioned)
-    # The columns of the first layer are on two devices, and the rows of the second.
+    # The columns of the first layer and the rows of the second are split over two devices.
     first, tanh, second = training.network
     first.matmul.shard(((dp, 1), (2, 1)))
     first.bias_add.shard(((dp, 2), (2,)))
@@ -150,7 +150,7 @@ class _InlinedLoss(nn.WithLossCell):
 
 
 def _precision(cell: Cell) -> MixedPrecision:
-    """Return a loss scale with a dtype that the device multiplies in."""
+    """Return the cell's dtype with a loss scale. Skip the cell if the device cannot multiply in this dtype."""
     dtype = getattr(ms, cell.dtype)
     try:
         multiply(dtype)

@@ -1,7 +1,7 @@
-"""Run the program that the compiler partitioned for several devices on as many CPU processes, to see its numbers.
+"""Run the program that the compiler has partitioned for several devices on as many CPU processes.
 
 CPU has AllReduce of float sums in any group, and AllGather over all processes. The other collective operators are
-replaced by an AllGather over all processes and operators of one process.
+replaced by an AllGather over all processes and local operators.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ _created: set[str] = set()
 
 
 class CpuProgram:
-    """One rank's part of a training step, with its parts of the whole ``values``. All ranks build and call it."""
+    """One rank's part of a training step, with its parts of the whole ``values``. All ranks must build and call it."""
 
     def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:
         members = _create_groups({sent.group for sent in collectives_of(model)}, rank)
@@ -62,7 +62,7 @@ def whole_values(cell: nn.Cell) -> Values:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter of a program as its cell has it."""
+    """Return the name that a program's parameter has in its cell."""
     return name.rpartition(":")[2]
 
 
@@ -78,10 +78,10 @@ def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
 
 
 def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Create the groups of this rank's program, and return their members: the ranks that have the name. Collective."""
+    """Create the groups of this rank's program, and return their members: the ranks with that group. Collective."""
     everyone = gather_values(sorted(names))
     members = {name: tuple(i for i, theirs in enumerate(everyone) if name in theirs) for name in everyone[rank]}
-    # All ranks create them in one order, or they would wait for each other.
+    # All ranks create the groups in the same order, or they would wait for each other.
     for name in sorted(members.keys() - _created - {WORLD_GROUP}):
         create_group(name, list(members[name]))
         _created.add(name)
@@ -93,7 +93,7 @@ class _Rewriter:
 
     def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.model, self.members, self.rank, self.everyone = model, members, rank, tuple(range(size))
-        # The nodes that replace one collective operator, and the number of constants in all.
+        # The nodes that replace one collective operator, and the total number of constants.
         self.made, self.constants = list[Any](), 0
 
     def rewrite(self) -> None:
@@ -121,7 +121,7 @@ class _Rewriter:
             raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
         if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
             return [node]
-        # The axis of which this rank takes its part of each rank's value, and the axis on which parts are joined.
+        # The axis along which this rank takes its part of each rank's value, and the axis along which parts are joined.
         split = {"ReduceScatter": 0, "AlltoAll": attribute_of(primitive, "split_dim", 0)}.get(operator)
         joined = {"AllGather": 0, "AlltoAll": attribute_of(primitive, "concat_dim", 0)}.get(operator)
         part = [length // count if axis == joined else length for axis, length in enumerate(shape)]
@@ -132,7 +132,7 @@ class _Rewriter:
             end = [begin + length for begin, length in zip(first, part)]
             rows = self._slice(rows, [0, *first], [count, *end], f"{output}_parts")
         if joined is None:
-            # A sum is also asked whether it skips an empty axis.
+            # A sum has a further input: whether to skip an empty axis.
             switches = [self._constant(False)] * (2 if reduction == "sum" else 1)
             self._add(f"Reduce{reduction.capitalize()}", [rows, self._constant([0]), *switches], output)
         else:

@@ -1,7 +1,7 @@
-"""Stand-ins for the CUDA libraries, with which MindSpore's GPU plugin loads on a machine without a GPU.
+"""Stand-ins for the CUDA libraries, so that MindSpore's GPU plugin loads on a machine without a GPU.
 
 The plugin is part of the CPU wheel. Its compiler front end, which partitions a graph over devices, needs no device, but
-the libraries that the plugin is linked with. One library, whose functions all fail, has the names of them all.
+it needs the plugin's linked libraries. One library with functions that always fail stands in for all of them.
 """
 
 import shutil
@@ -50,17 +50,17 @@ def stand_ins(folder: Path) -> dict[str, str]:
 
 
 def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment variables for the stand-ins, and for a fast protobuf where MindSpore works with it."""
+    """Return the environment variables for the stand-ins, and for a fast protobuf if MindSpore works with it."""
     found = {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64")}
     if "builder" in (Path(mindspore.__file__).parent / "train" / "checkpoint_pb2.py").read_text():
-        # For large checkpoints MindSpore selects protobuf's implementation in Python, which is slower. Before
-        # MindSpore 2.10 its generated code needs that implementation.
+        # For large checkpoints MindSpore selects protobuf's slower Python implementation. Before MindSpore 2.10, its
+        # generated code needs that implementation.
         found["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "upb"
     return found
 
 
 def _needed_functions() -> dict[str, set[str]]:
-    """Return the functions that the plugin needs, by library; those of the driver and a few others need no version."""
+    """Return the functions that the plugin needs, by library. Those of the driver and a few others have no version."""
     needed: dict[str, set[str]] = {name: set() for name in ("", *_LIBRARIES)}
     for user in _USERS:
         command = ["nm", "-D", "--undefined-only", str(_PLUGIN / user)]

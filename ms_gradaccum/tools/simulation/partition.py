@@ -1,8 +1,8 @@
 """Compile for several GPUs on processes that have none, and count the messages of the program.
 
-Functions that `lazy_inline` has left are inlined: the CPU back end cannot run calls of them, and messages inside a
-function must be counted once per call. In a graph around the loaded one MindSpore inlines them itself, once their
-attributes cell_reuse, no_inline and defer_inline are gone, but Adam is then wrong from its second update on (2.10.0).
+Functions from `lazy_inline` are inlined here: the CPU back end cannot call them, and their messages must be counted
+once per call. MindSpore itself inlines them in a graph around the loaded one, without their attributes cell_reuse,
+no_inline and defer_inline, but Adam is then wrong from its second update on (2.10.0).
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ _CALL = "REF::"
 WORLD_GROUP = "nccl_world_group"
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAll", "Broadcast", "NeighborExchange")
 
-# Parts of the names that the compiler gives to the operators that it inserts. The first match tells their purpose.
+# Parts of the names of operators that the compiler inserts. The first match gives the purpose.
 _PURPOSES = (
     ("grad_mirror", "gradients"),
     ("_grad_accumulation_shard_grad", "gradients"),
@@ -48,7 +48,7 @@ def connect() -> tuple[int, int]:
     """Connect this process to the others; return its rank and their number."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     init()
-    # The compiler asks for the ranks of the group that NCCL would have made.
+    # The compiler reads the ranks of the group that NCCL would have created.
     create_group(WORLD_GROUP, list(range(get_group_size())))
     return get_rank(), get_group_size()
 
@@ -66,8 +66,8 @@ def gpu_target() -> Iterator[None]:
 
 
 def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
-    """Return the GPU program that the compiler makes of ``cell`` for this rank, as a MindIR model without calls."""
-    # In a phase of export the back end does not run, which would look for the device.
+    """Return the GPU program that the compiler makes from ``cell`` for this rank, as a MindIR model without calls."""
+    # In an export phase, the back end, which would look for the device, does not run.
     cell.phase = "export.train"
     with gpu_target(), graph_mode():
         cell.compile(*inputs)
@@ -78,12 +78,12 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
 
 
 def _inline(model: Any) -> None:
-    """Replace all calls in a model but those of a Switch's branches by the nodes of the functions."""
+    """Inline all calls in a model, except those of a Switch's branches."""
     inliner = _Inliner(model)
     nodes = (node for graph in [*model.functions, model.graph] for node in graph.node)
     constants = {node.output[0]: deepcopy(node) for node in nodes if node.op_type == "Constant"}
     for graph in [model.graph, *model.functions]:
-        # Any graph may use the constants of others; the main graph, which is read first, gets them all.
+        # Any graph may use the constants of others. The main graph, which is read first, gets all of them.
         inliner.rewrite(graph, constants.values(), keeps=graph is model.graph)
     _drop_unused(model)
 
@@ -104,7 +104,8 @@ class _Inliner:
         """Replace calls in ``graph`` by the nodes of the functions. With ``keeps`` it also gets the constants."""
         nodes, names = list(graph.node), dict[str, str]()
         del graph.node[:]
-        # Known values by name: a list of the items of a tuple, a tuple of a function and its first arguments, a number.
+        # Known values by name: a list is a tuple's items, a tuple is a function and its first arguments, a number
+        # itself.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         for constant in constants:
@@ -129,7 +130,7 @@ class _Inliner:
             if isinstance(items, list):
                 names[node.output[0]] = items[self.known[inputs[1]]]
             elif is_call and isinstance(target, tuple):
-                # The name of the call stands for the result of the function.
+                # The name of the call becomes the name of the function's result.
                 function = self.functions[target[0]]
                 self.copies += 1
                 inner = dict(zip((value.name for value in function.input), [*target[1:], *inputs], strict=True))
@@ -156,7 +157,7 @@ class _Inliner:
             if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
                 self.known[name] = value.i
         elif operator == "Depend" and isinstance(self.known.get(inputs[0]), tuple):
-            # Each node of the function would have to wait for that value.
+            # Each node of the function would have to wait for this value.
             raise NotImplementedError("a function that waits for another value")
 
 
@@ -176,7 +177,7 @@ def _drop_unused(model: Any) -> None:
     """Drop unused constants, functions and tuples of functions."""
     operators = operator_names(model)
     needed: set[str] = set()
-    # The main graph has the constants, so it comes after the graphs that may need one.
+    # The main graph has the constants, so process it after the graphs that may need one.
     for graph in [*model.functions, model.graph]:
         needed.update(output.name for output in graph.output)
         kept = []
@@ -199,7 +200,7 @@ def _drop_unused(model: Any) -> None:
 
 
 class Collective(NamedTuple):
-    """A collective operator: its class, its group and, if listed, its ranks, its purpose, and the bytes of a rank."""
+    """A collective operator: its class, its group and (if listed) its ranks, its purpose, and the bytes per rank."""
 
     operator: str
     group: str
@@ -226,7 +227,7 @@ def collectives_of(model: Any) -> list[Collective]:
 
 
 def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
-    """Return the messages of an inlined program by kind, those with the most bytes first."""
+    """Return the messages of an inlined program by kind, with the most bytes first."""
     collectives = collectives_of(model)
     groups = {sent.group: sent.ranks for sent in collectives if sent.ranks}
     totals: dict[tuple[str, str, int, tuple[int, ...] | None], list[int]] = defaultdict(list)
@@ -246,7 +247,7 @@ def tensor_bytes(tensor: Any) -> int:
 
 
 def attribute_of(primitive: Any, name: str, default: str | int) -> Any:
-    """Return an attribute of a primitive, which is a text or a number as the default is, or the default."""
+    """Return an attribute of a primitive (a string or a number, as ``default``), or ``default``."""
     found = next((attribute for attribute in primitive.attribute if attribute.name == name), None)
     value = default if found is None else found.s if isinstance(default, str) else found.i
     return value.decode() if isinstance(value, bytes) else value

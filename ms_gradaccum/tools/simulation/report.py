@@ -13,8 +13,8 @@ class MessageKind:
     """The messages of an update that have the same operator, purpose and group.
 
     Attributes:
-        operator: Their class in ``mindspore.ops``.
-        purpose: Why the compiler inserted them, such as ``"gradients"`` or ``"norm"``; else ``"something else"``.
+        operator: The operator's class in ``mindspore.ops``.
+        purpose: The compiler's reason for them, such as ``"gradients"`` or ``"norm"``; otherwise ``"something else"``.
         size: Number of ranks in a group.
         ranks: The group that rank 0 is in. None if the program does not list it.
         count: Number of these messages.
@@ -34,10 +34,10 @@ class Program:
     """The compiled step of one device.
 
     Attributes:
-        messages: The messages of one update, those with the most bytes first.
+        messages: The messages of one update, with the most bytes first.
         held_bytes: The memory between updates, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, the
             sum of a window's gradients.
-        compile_seconds: Time of the compilation, with `run` beside those of the other devices.
+        compile_seconds: Time of the compilation; with `run`, those of all devices run at the same time.
         compile_bytes: Peak memory of the process after the compilation.
     """
 
@@ -53,9 +53,9 @@ class Training:
 
     Attributes:
         losses: The loss of each update.
-        whole_losses: The same of one process. None for an update that was skipped because of an Inf or NaN.
-        difference: The largest difference of an entry of a weight, on any rank, from that of one process, at the end.
-        moved: The largest difference of an entry of a weight before and after the training.
+        whole_losses: The losses of one process. None for an update that was skipped because of an Inf or NaN.
+        difference: The largest difference of a weight's element, on any rank, from that of one process, at the end.
+        moved: The largest change of a weight's element by the training.
         farthest: The name of the weight with the largest `difference`.
     """
 
@@ -81,7 +81,7 @@ class Simulation:
     training: Training | None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return all of it, as JSON holds it."""
+        """Return all results as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -27,10 +27,10 @@ def simulate(
 ) -> Simulation:
     """Compile a training step for several GPUs on this machine, and report what each of them sends and holds.
 
-    MindSpore's own compiler partitions the step as in a job of so many devices: it inserts the messages and splits the
-    parameters, and the report counts both. With `run` the programs of all devices also train for three updates, each in
-    a process on the CPU, and the report compares their weights with those of one process and the whole batch. This
-    needs Linux, and per device a process of about 0.9 GB and what compiling takes.
+    MindSpore's own compiler partitions the step as in a job of `devices` devices: it inserts the messages and splits
+    the parameters, and the report counts both. With `run` the programs of all devices also train for three updates,
+    each in a process on the CPU, and the report compares their weights with those of one process and the whole batch.
+    This needs Linux, and per device a process of about 0.9 GB plus the memory of the compilation.
 
     Args:
         build (Union[Callable, str]): A function without arguments, at the top level of a file, or a text such as
@@ -41,7 +41,7 @@ def simulate(
 
     Keyword Args:
         run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
-        timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
+        timeout (Union[int, float]): Time limit for the whole simulation. Unit: seconds. Default: ``3600.0``.
 
     Returns:
         Simulation. ``print`` shows it as a table.
@@ -72,7 +72,7 @@ def simulate(
         )
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
     with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
-        # A line with the current phase, only on a terminal.
+        # Show a line with the current phase, only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)
     return simulation_of(devices, reports)

@@ -1,4 +1,4 @@
-"""A process of a simulation: it builds the step, compiles it, and runs it if asked to."""
+"""A process of a simulation: it builds the step, compiles it, and with `run` trains it."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> dict[
     meeting.phase("building")
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
-    # The programs of all devices have the same size, so one is enough unless they run.
+    # The programs of all devices have the same size, so without `run` one is enough.
     if meeting.rank == 0 or updates:
         step, batch = build()
         if updates:
@@ -74,7 +74,7 @@ def build_step(builder: Builder, home: str) -> _Built:
 
 
 def step_of(model: Model) -> nn.Cell:
-    """Return the step of a Model, with the modes and settings that the Model applies before it trains."""
+    """Return the step of a Model, with the modes and settings that the Model sets before training."""
     step = model._train_network.set_train()
     if isinstance(model._network, AutoParallel) and isinstance(step.body, PartitionedStep):
         step.body.semi_auto = SemiAuto(model._network)
@@ -82,7 +82,7 @@ def step_of(model: Model) -> nn.Cell:
 
 
 def _pieces(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> list[Any]:
-    """Return a piece of each input that is as large as the part of a device in the dataset strategy."""
+    """Return a piece of each input with the size of one device's part in the dataset strategy."""
     settings = step.body.semi_auto.auto_parallel
     context = auto_parallel_context()
     strategy = context.get_dataset_strategy() if settings is None else settings._dataset_strategy_config
@@ -126,7 +126,7 @@ def _run(
     rank, layouts, path = meeting.rank, step.parameter_layout_dict, meeting.folder / "whole.npz"
     start: Values = dict(np.load(meeting.folder / "start.npz"))
     meeting.phase(f"training on {meeting.size} CPU processes")
-    # Among the layouts are those of the inputs of construct: inputs0, inputs1, and so on.
+    # The layouts include those of the inputs of construct: inputs0, inputs1, and so on.
     inputs = {f"inputs{i}": item.asnumpy() for i, item in enumerate(batch) if isinstance(item, Tensor)}
     parts = {name: Tensor(part) for name, part in own_parts(inputs, layouts, rank).items()}
     with on_cpu():
@@ -146,7 +146,7 @@ def _run(
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Explain an error of a program that does not run on CPU, mostly because CPU lacks an operator."""
+    """Explain the error of a program that does not run on CPU, mostly because CPU lacks an operator."""
     try:
         yield
     except Exception as error:
@@ -157,7 +157,7 @@ def on_cpu() -> Iterator[None]:
 
 def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[list[float], Values]:
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
-    # The user's function may have set a mode, for the compiler.
+    # The user's function may have set another mode.
     auto_parallel_context().reset()
     optimizer = ClippedOptimizer(step.optimizer, step.body.clip)
     for parameter in (*step.network.get_parameters(), *step.optimizer.get_parameters()):

@@ -18,7 +18,7 @@ _GRADIENTS = (
 
 
 class Diagnosis:
-    """The search for causes, from those that hide others to those that need everything else to be equal."""
+    """The search for causes. Causes that hide others come first, those that need all else to be equal come last."""
 
     def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
         self.experiment, self.window, self.whole, self.rtol = experiment, window, whole, rtol
@@ -37,7 +37,7 @@ class Diagnosis:
         return max(misfits(self.window, self.whole)) <= self.rtol
 
     def _without(self, word: str) -> Experiment:
-        """Return the same experiment with the cells of these classes in evaluation mode, too."""
+        """Return the same experiment with further cells in evaluation mode: those with ``word`` in their class name."""
         return replace(self.experiment, frozen=(*self.experiment.frozen, word))
 
     def _freeze(self, word: str) -> None:
@@ -45,7 +45,7 @@ class Diagnosis:
         self.window, self.whole = self.experiment.window(), self.experiment.whole()
 
     def _all_finite(self) -> bool:
-        """Name where there is an Inf or a NaN. Return True if there is none."""
+        """Report the places of an Inf or a NaN. Return True if there is none."""
         runs = {"the whole batch": self.whole, "the window": self.window}
         where = [name for name, run in runs.items() if not is_finite(run)]
         if where == ["the window"]:
@@ -59,7 +59,7 @@ class Diagnosis:
         return not where
 
     def _is_random(self) -> bool:
-        """Name the source of random numbers, and turn it off. Return True if that is not possible."""
+        """Report the source of random numbers, and turn it off. Return True if that is not possible."""
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
@@ -78,7 +78,7 @@ class Diagnosis:
         return True
 
     def _look_at_state(self, moved: set[str]) -> bool:
-        """Name the state that the forward pass changes, and freeze BatchNorm. Return True if there is other state."""
+        """Report the state that the forward pass changes, and freeze BatchNorm. Return True if there is other state."""
         layers = self._layers("BatchNorm")
         owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
         parameters = self.experiment.start.parameters()
@@ -119,7 +119,7 @@ class Diagnosis:
             return
         runs = [self.experiment.micro_batch(i) for i in range(self.count)]
         total = math.fsum(run.weight for run in runs)
-        # Each runs from the start, so it does not see the state that the micro batches before it have left.
+        # Each micro batch runs from the start, so it does not see state from the micro batches before it.
         if misfit(combine([run.weight / total for run in runs], runs), self.whole, *runs) <= self.rtol:
             if not has_state:
                 self.causes.append(
@@ -141,14 +141,14 @@ class Diagnosis:
                 self.causes.append(text[0].upper() + text[1:])
 
     def _is_input_split(self) -> bool:
-        """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
+        """Report an input that is not a batch: if each micro batch gets it whole, the window equals the whole batch."""
         experiment = self.experiment
         for place in ambiguous_inputs(experiment.inputs, experiment.network.batch_axis):
             try:
                 network = experiment.network.without_split(place, experiment.inputs)
                 window = replace(experiment, network=network).window()
             except Exception:
-                continue  # It has rows, and the network cannot do without their split.
+                continue  # The input has rows, and the network fails if it is not split.
             if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
                 name, shape = experiment.network.name_of_input(place), tuple(experiment.inputs[place].shape)
                 self.causes.append(
@@ -178,6 +178,6 @@ class Diagnosis:
 
 
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
-    """Return whether the same batch gives the same loss and gradient again with any random state."""
+    """Return whether the same batch gives the same loss and gradient with another random state."""
     first = experiment.whole()
     return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(2))

@@ -1,4 +1,4 @@
-"""Runs of a window, of the whole batch and of parts of it, each from the same start, and their differences."""
+"""Runs of a window, of the whole batch and of its parts, each from the same start, and their differences."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "verify"
-# The least scale of a gradient, as a share of the whole: that of a bias before a normalisation is mere rounding.
+# The smallest scale of a gradient, as a share of the whole: a bias before a normalisation has only rounding.
 _SMALLEST_SHARE = 0.01
 
 
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     loss: float
     weight: float  # The number that the loss is a mean over: rows, or what the network counts.
     grads: list[Array]  # The mean gradient, one array per trainable parameter.
-    state: dict[int, Array]  # The parameters that the run itself has changed, by their indices in the network.
+    state: dict[int, Array]  # The parameters that the run has changed, by their indices in the network.
 
 
 def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
@@ -60,16 +60,16 @@ def is_finite(run: Run) -> bool:
 
 
 def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of a difference of gradients by its scale, with ``others`` they were made of."""
+    """Return, per parameter, the norm of the gradients' difference, relative to a scale of these and ``others``."""
     runs = (a, b, *others)
     floor = _SMALLEST_SHARE * max(map(norm, runs))
-    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.
+    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
         each = zip(*(run.grads for run in runs))
         return [relative(norm_of(grads[0] - grads[1]), max(floor, *map(norm_of, grads))) for grads in each]
 
 
 def misfit(a: Run, b: Run, *others: Run) -> float:
-    """Return the largest difference of two runs relative to its scale, over all parameters and the loss."""
+    """Return the largest relative difference of two runs, over all parameters and the loss."""
     loss_scale = max(abs(run.loss) for run in (a, b, *others))
     return max(*misfits(a, b, *others), relative(abs(a.loss - b.loss), loss_scale))
 
@@ -89,7 +89,7 @@ class Start(KeptState):
         for each in networks:
             each.init_parameters_data()
         super().__init__(*networks)
-        # In a network in training mode the other cells were frozen. Otherwise no training has begun.
+        # If some cells are in training mode, the others were frozen. Otherwise no training has begun.
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
         self.is_16_bit = computes_in_16_bits(self.parameters(), self.cells)
@@ -103,7 +103,7 @@ class Start(KeptState):
         return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
 
     def begin(self, frozen: tuple[str, ...], same_random: bool = True) -> None:
-        """Restore all but attributes, and set training mode, except for cells frozen before and the ``frozen`` ones."""
+        """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
         self.tensors.put_back()
         if same_random:
             self.put_back_random()
@@ -114,7 +114,7 @@ class Start(KeptState):
 
 @dataclass
 class Experiment:
-    """One batch of one network: its window, and any of its rows in one piece, each from the same start."""
+    """One batch of one network: runs of its window, and of any of its rows in one piece, from the same start."""
 
     network: GradAccumulation
     inputs: tuple[Any, ...]
@@ -133,13 +133,13 @@ class Experiment:
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
-        # The report takes the place of the warnings about the network and the split.
+        # The report replaces the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
-        # The step of the reference (True) and that of the network. Each shape has a graph of its own.
+        # The steps of the reference (True) and of the network (False). Each shape has its own graph.
         self._whole_steps: dict[bool, Eager | Compiled] = {}
 
     def window(self) -> Run:
-        """Run the window, as a training step does."""
+        """Run the window like a training step."""
         self.start.begin(self.frozen)
         buffer = self.reducer.buffer
         buffer.clear()
@@ -149,7 +149,7 @@ class Experiment:
         return Run(loss, weight, grads, self.start.changed())
 
     def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
-        """Run the whole batch or some rows of it in one piece, compiled or op by op as the training would."""
+        """Run the whole batch, or some of its rows, in one piece, compiled or op by op as in training."""
         self.start.begin(self.frozen, same_random)
         batch = self.batch if rows is None else self.batch.take(rows)
         network, steps = self.network, self._whole_steps
@@ -171,13 +171,13 @@ class Experiment:
         return self.whole(range(*self.bounds[index : index + 2]))
 
     def measure(self) -> Finding | None:
-        """Return why the loss cannot be trained in parts, as training measures it, but on the whole batch."""
+        """Return why the loss cannot be trained in parts, by training's measurement on the whole batch."""
         check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), self.start.is_16_bit, False)
         self.start.begin(self.frozen)
         return check.measure_cuts(self._cuts(self.bounds), len(self.rows))
 
     def _cuts(self, bounds: Sequence[int]) -> list[Cut]:
-        """Return the batch with its halves, then each half with its own, down to the micro batches."""
+        """Return the batch with its halves, then each half with its halves, down to the micro batches."""
         if len(bounds) < 3:
             return []
         place = len(bounds) // 2

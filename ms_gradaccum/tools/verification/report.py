@@ -19,12 +19,12 @@ class ParameterDifference:
 
     Attributes:
         name: Name of the parameter.
-        kind: ``"gradient"``: its mean gradient. ``"state"``: its value after the forward passes, for a parameter
-            that they change, such as a moving average.
+        kind: ``"gradient"``: its mean gradient. ``"state"``: its value after the forward passes, for a parameter that
+            these change, such as a moving average.
         max_difference: Largest absolute difference of an element.
-        relative_difference: L2 norm of the difference, divided by the larger L2 norm of the two. For a gradient this
-            is at least 1% of that of the whole gradient, so that rounding of what should be 0 counts little.
-        norm_ratio: L2 norm of the window's, divided by that of the whole batch's.
+        relative_difference: L2 norm of the difference, divided by the larger L2 norm of the two. For a gradient the
+            divisor is at least 1% of the whole gradient's norm, so that rounding of a zero counts little.
+        norm_ratio: L2 norm of the window's value, divided by that of the whole batch's value.
         differs: Whether the relative difference is above the report's `rtol`.
     """
 
@@ -42,12 +42,12 @@ class CompileReport:
 
     Attributes:
         equal: Whether neither the loss nor a parameter differs.
-        parameters: As those of a :class:`VerifyReport`; `norm_ratio` is compiled / op by op. Empty if one of the two
-            could not be run.
+        parameters: As in a :class:`VerifyReport`; `norm_ratio` is compiled / op by op. Empty if one of the two could
+            not run.
         eager_loss: Weighted mean loss of the window op by op.
-        compiled_loss: The same compiled.
-        causes: Why nothing could be compared, or the usual reason of such a difference. Empty if nothing differs.
-        speedup: Seconds op by op, divided by those compiled, without compilation. NaN if one of them cannot be run.
+        compiled_loss: Weighted mean loss of the compiled window.
+        causes: Reason why nothing could be compared, or the usual cause of such a difference. Empty without one.
+        speedup: Time op by op divided by time compiled, without compilation. NaN if one of them cannot run.
     """
 
     equal: bool
@@ -77,8 +77,8 @@ class VerifyReport:
         whole_loss: Loss of the whole batch.
         micro_batches: The rows of each micro batch.
         rtol: The relative difference up to which two gradients are equal.
-        causes: One sentence or two per cause: what was found, and what to do. Empty if nothing differs.
-        compiled: What differs between op by op and compiled, a :class:`CompileReport`. None if that was not asked.
+        causes: One sentence or two per cause: the finding and the remedy. Empty if nothing differs.
+        compiled: The differences between op by op and compiled, a :class:`CompileReport`. None without `compile`.
     """
 
     equal: bool

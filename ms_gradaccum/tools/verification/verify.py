@@ -1,4 +1,4 @@
-"""Comparison of a window with the whole batch, and of a window op by op with one that is compiled."""
+"""Comparison of a window with the whole batch, and of a window op by op with the compiled window."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def verify(
     rtol: float | None = None,
     compile: bool | None = None,
 ) -> VerifyReport:
-    """Run a batch as one window and in one piece from the same start, and report what differs and why.
+    """Run a batch as one window and in one piece from the same start, and report differences and their causes.
 
     .. code-block:: python
 
@@ -50,27 +50,27 @@ def verify(
         whole = grad(mean_loss(batch))
         differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
 
-    Compared are the gradients that the optimizer of a :class:`TrainOneStepCell` gets, and the parameters that forward
+    It compares the gradients that the optimizer of a :class:`TrainOneStepCell` gets, and the parameters that forward
     passes change (moving averages). An experiment confirms each cause before it is named.
-    Both run as MindSpore's mode says, in training mode; cells that are frozen in a `network` in training mode stay so.
+    Both run in MindSpore's current mode and in training mode; cells that are frozen in a training `network` stay so.
     Afterwards parameters, modes, attributes of cells and random generators (not those of kernels) are restored.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
         batch (Union[Tensor, tuple, list, dict]): The whole batch: the inputs of `network` in their order, by name, or
-            the only one. It must fit into memory in one piece. Rows that differ, as real data do, show most.
-        micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
+            the only one. It must fit into memory in one piece. Use rows that differ, as in real data.
+        micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation ``None`` or its own number.
 
     Keyword Args:
-        weighted (bool), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; one that is given
-            has its own. Default: ``False`` and ``0``.
+        weighted (bool), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; not for a
+            `network` that is one. Default: ``False`` and ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
-            parameters and inputs and returns the mean loss. Only with it a loss that is divided by the number of micro
-            batches shows. Default: ``None``.
+            parameters and inputs and returns the mean loss. Only a reference reveals a loss that is divided by the
+            number of micro batches. Default: ``None``.
         rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
             if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
         compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, without
-            dropout, see `compiled` of the report. It cannot see what your program changes later, which a graph does
+            dropout, see `compiled` of the report. It cannot detect later changes by your program, which a graph does
             not follow. Default: ``None``.
 
     Returns:
@@ -78,7 +78,7 @@ def verify(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `compile` is ``False``, or ``True`` while ``MS_JIT=0`` has nothing compiled. If `micro_size`,
+        ValueError: If `compile` is ``False``, or ``True`` while ``MS_JIT=0`` prevents compilation. If `micro_size`,
             `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training step or has no trainable
             parameters, or `reference` lacks one of them.
 
@@ -117,7 +117,7 @@ def verify(
 
 
 def _wrapped(network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis) -> GradAccumulation:
-    """Return a loss cell as a GradAccumulation, and one that is one already if the settings are its own."""
+    """Wrap a loss cell in a GradAccumulation; return a GradAccumulation itself, if the settings match."""
     network = check.check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     network = adopted(network.network if isinstance(network, AutoParallel) else network)
     rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
@@ -151,7 +151,7 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
 
 
 def _report(experiment: Experiment, rtol: float) -> VerifyReport:
-    """Run window and whole batch, compare them, and look for causes if they differ."""
+    """Run window and whole batch, compare them, and search for causes if they differ."""
     window, own = experiment.window(), experiment.whole()
     whole = own if experiment.reference is None else experiment.whole(by_reference=True)._replace(state=own.state)
     entries = differences(experiment, window, whole, rtol)
@@ -162,7 +162,7 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
 
 
 def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
-    """Run the window op by op and compiled, without dropout, whose masks cannot be repeated, and compare."""
+    """Compare the window op by op and compiled, without dropout, because its masks cannot be repeated."""
     eager, how = replace(experiment, frozen=("Dropout",)), "run op by op"
     try:
         with execution_mode(ms.PYNATIVE_MODE):
@@ -180,7 +180,7 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
 
 
 def _run_twice(experiment: Experiment) -> tuple[Run, Run, float]:
-    """Run the window twice from the start. Return both with the seconds of the second, since the first may compile."""
+    """Run the window twice from the start. Return both runs and the time of the second, since the first may compile."""
     experiment.start.put_back()
     first = experiment.window()
     experiment.start.put_back()
