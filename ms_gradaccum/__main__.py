@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ms_gradaccum.tools.builder import check_build
 
-# Each command has a module of its own: MindSpore takes seconds to import, and a wrong argument is told before.
+# Each command has its own module, imported after the arguments are checked: importing MindSpore takes seconds.
 _PROGRAM = "python -m ms_gradaccum"
 _FOUND = "ms_gradaccum_test.json"
 _ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_uninterrupted(module: str) -> ModuleType:
-    """Hold Ctrl-C back while MindSpore is imported: in the midst of it, Python would crash."""
+    """Delay Ctrl-C while MindSpore is imported: during the import, Python would crash."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return importlib.import_module(module)
@@ -99,7 +99,7 @@ def _env(args: argparse.Namespace, environment: ModuleType) -> int:
 
 
 def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
-    """Print the measurements as they come, and the answer alone on the standard output."""
+    """Print the measurements as they come, and only the answer on the standard output."""
 
     def report(probe: object) -> None:
         print(probe, file=sys.stderr)
@@ -113,10 +113,10 @@ def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
 
 
 def _simulate(args: argparse.Namespace, simulation: ModuleType) -> int:
-    """Print the table, or JSON in its place, and a line of progress beside it."""
+    """Print the table or JSON, and a progress line."""
     found = simulation.simulate(args.build, args.devices, run=args.run, timeout=args.timeout)
     text = json.dumps(found.to_dict(), indent=2)
-    # This is printed before it is written, since it has taken its time and a file may fail.
+    # Print the results before writing them, since the file may fail after a long run.
     print(text if args.json == "-" else found)
     if args.json not in (None, "-"):
         Path(args.json).write_text(text + "\n")
@@ -128,7 +128,7 @@ def _test(args: argparse.Namespace, self_test: ModuleType) -> int:
     output = Path(args.output).absolute()
     is_new = not output.exists()
     try:
-        # A file that cannot be written is told before the test takes its time.
+        # Check that the file can be written before the long test.
         output.open("a").close()
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
@@ -143,7 +143,7 @@ def _test(args: argparse.Namespace, self_test: ModuleType) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a line above the one that changes, at once."""
+    """Print a line above the changing one, without delay."""
     tqdm.write(text)
     sys.stdout.flush()
 

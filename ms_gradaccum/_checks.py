@@ -19,14 +19,14 @@ from mindspore import nn
 
 _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
-LastWindow = Literal["apply", "drop", "carry"]  # The treatment of a window that is unfinished at the end of the data.
+LastWindow = Literal["apply", "drop", "carry"]  # The treatment of an unfinished window at the end of the data.
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-# Path prefixes of code that is not the user's: this package, MindSpore, and the standard library between them.
+# Path prefixes of code that is not the user's: this package, MindSpore, and the standard library.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
-# The names of arguments in other libraries. Assigned to an object that is built, they would be ignored in silence.
+# The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
 _OTHER_NAMES = {
     "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
     "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
@@ -75,7 +75,7 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
 
 
 class Settled:
-    """Base class of objects that read their settings once: assigning one later raises, since it would have no effect.
+    """Base class of objects that read their settings once. A later assignment raises, since it would have no effect.
 
     A constructor ends with ``self._is_built = True``. `_OBEYED` lists the settings that are read in each call.
     """
@@ -120,7 +120,7 @@ def _settings(kind: Any) -> frozenset[str]:
 
 
 def is_a(value: object, kinds: _Types[_T]) -> TypeGuard[_T]:
-    """Return whether a value has one of these types, whatever its ``__class__`` says."""
+    """Return whether a value has one of these types, ignoring its ``__class__``."""
     return issubclass(type(value), kinds)
 
 
@@ -130,7 +130,7 @@ def typed(value: object) -> str:
 
 
 def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str) -> _T:
-    """Return ``value`` if it has one of these types. A bool is no number."""
+    """Return ``value`` if it has one of these types. A bool does not count as a number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
     return value
@@ -256,12 +256,12 @@ def warn(message: str) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the name of the error's type."""
     lines = (line.strip() for line in str(error).splitlines())
-    # MindSpore frames its headings, as "- Kernel error:", with lines of dashes.
+    # MindSpore frames headings such as "- Kernel error:" with lines of dashes.
     return next((line for line in lines if line.strip("-") and not line.startswith("- ")), type(error).__name__)
 
 
 def is_lost(owner: str, error: BaseException) -> bool:
-    """Return whether an error is that of a message that other ranks have not answered, and let it begin with that."""
+    """Return whether an error is that of a collective without an answer from other ranks, and explain it first."""
     lost = _LOST.search(f"{error}") is not None
     if lost and not f"{error}".startswith("For '"):
         error.args = (
@@ -278,7 +278,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return the first names, at most so many, and the number of the others."""
+    """Return the first ``most`` names, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -290,7 +290,7 @@ def warn_of_dropped(owner: str, batches: int) -> None:
 
 
 def warn_of_open(owner: str, batches: int, when: str) -> None:
-    """Warn of a window that nobody has finished."""
+    """Warn of an unfinished window."""
     warn(
         f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, but no update was made with it."
         " Call flush() after the loop, or drop() to throw it away."

@@ -104,7 +104,7 @@ def _warn_of_call(number: int) -> None:
 
 
 def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
-    """Raise unless the optimizers of ``windows`` belong to these: two steps would divide their windows between them."""
+    """Raise unless ``windows`` own their optimizers: two steps with one optimizer would each get part of a window."""
     if all(window.has_claims for window in windows):
         return
     gc.collect()  # A deleted step lives on in reference cycles.
