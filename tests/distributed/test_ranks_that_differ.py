@@ -229,6 +229,11 @@ def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
         assert weights == two[0]["stop"][0]
 
 
+def test_ranks_that_are_asked_to_exit_do_so_in_the_step_in_which_all_are(two):
+    for report in two:
+        assert report["exit"] == [5, 5, two[0]["exit"][2]]
+
+
 def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
     said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
     for report in two:

@@ -1,10 +1,14 @@
 """A process of `test_ranks_that_differ.py`: what the ranks do not have in common."""
 
 import math
+import os
+import signal
 import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -12,6 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
+from mindspore.train import OnRequestExit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
@@ -375,6 +380,32 @@ def stop_alone():
     results["stop"] = [weights_of(network), model.train_network.events.updates, -(-len(uneven_data(rank)[0]) // 2)]
 
 
+class AsksForExit(ms.Callback):
+    """Asks this rank to exit, in the fourth step on rank 0 and in the fifth one on rank 1, and counts the steps."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.steps = Path(path), 0
+
+    def on_train_step_begin(self, run_context):
+        self.steps = run_context.original_args().cur_step_num
+        if self.steps == 4 + rank:
+            self.path.write_text('{"GracefulExit": 1}')
+
+
+def exit_together():
+    """Three passes of three steps, in the last of which only rank 0 has a batch."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with mock.patch.dict(os.environ, MS_ENABLE_GRACEFUL_EXIT="1"), TemporaryDirectory() as folder:
+        network, path = build_network(), f"{folder}/exit.json"
+        model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+        asks, exits = AsksForExit(path), OnRequestExit(False, False, config_file=path)
+        data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
+        model.train(3, data, callbacks=[asks, exits])
+    signal.signal(signal.SIGTERM, handler)
+    results["exit"] = [asks.steps, model.train_network.events.updates, weights_of(network)]
+
+
 def meet_what_is_not_finite():
     """The rows of rank 1 have a NaN, in a parameter of which each rank keeps a shard."""
     for kind in ("data parallel", "level2"):
@@ -415,6 +446,7 @@ def main():
         train_apart("loaded last", 4, load_last_layer)
         train_apart("rate", 2, lambda _, optimizer: ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32)))
         train_apart("alike", 0, lambda *_: None, HSDP(threshold=0))
+        exit_together()
         give_gradients("own", rank)
         give_gradients("mean", rank, mean=True)
         give_gradients("sum", rank, mean=False)
