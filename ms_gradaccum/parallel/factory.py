@@ -1,5 +1,6 @@
 """Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -96,6 +97,9 @@ def build_reducers(
             continue
         _check_sent(owner, kind, network, optimizer, dtypes)
         if world.size > 1:
+            # Its `step` may be that of an Accumulator, which adds up over the ranks.
+            own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
+            warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
             _start_alike(owner, kind, network, optimizer)
         layout = layout_of(kind, parameters, ranks, totals.sizes, dtypes)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
@@ -208,6 +212,16 @@ def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
         require(not parameter.layerwise_parallel, owner, "network", _ALIKE, got, _EXPERTS)
         got = f"{parameter.name!r} of float64"
         require(parameter.dtype != ms.float64, owner, "network", rule, got, remedy)
+
+
+def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -> None:
+    """Warn if ``value``, which gets gradients, adds them up over the ranks. It may refer to the network, which may."""
+    found = NetworkCode(value).reductions()
+    if found and found[0] not in NetworkCode(network.network).reductions():
+        warn(
+            f"For '{owner}', {what} must leave it to the step to add up gradients over the ranks, but got {found[0]} "
+            f"in its code: they would be added up twice. Leave it out."
+        )
 
 
 def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -> None:

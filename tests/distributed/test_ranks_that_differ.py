@@ -217,6 +217,16 @@ def test_other_gradients_are_told_nothing_of_their_data(key, two):
         assert report[f"warnings gradients {key}"] == []
 
 
+def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(two):
+    said = "the step to add up gradients over the ranks, but got AllReduce in its code: they would be added up twice."
+    for report in two:
+        sentence = f"For 'Accumulator', the optimizer must leave it to {said} Leave it out."
+        assert report["warnings reduced by optimizer"] == [sentence] * 2  # Two are built.
+        sentence = f"For 'Accumulator', the hook of a parameter must leave it to {said} Leave it out."
+        assert report["warnings reduced by hook"] == [sentence]
+        assert report["warnings reduced not"] == []
+
+
 def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
     sentence = (
         "For 'Model', the ranks must stop after the same epoch, but only ranks [1] have called request_stop(): all "

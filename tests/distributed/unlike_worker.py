@@ -363,6 +363,31 @@ def give_gradients(key, number, mean=None, scale=1.0, parallel="auto"):
             accumulator(reduce(tuple(grad * scale for grad in grads)), 3 + rank, reduction=reduction)
 
 
+class ReducingSGD(nn.SGD):
+    """An optimizer for a step that reduces nothing."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.all_reduce = ops.AllReduce()
+
+    def construct(self, grads):
+        return super().construct(tuple(self.all_reduce(grad) / 2 for grad in grads))
+
+
+def reduce_once_more(key, optimizer=nn.SGD, hook=None):
+    """One update by a loop whose optimizer is prepared, and has been in another loop before."""
+    network = build_network()
+    optimizer = optimizer(network.trainable_params())
+    if hook is not None:
+        network[0].weight.register_hook(hook)
+    with noting(f"reduced {key}"):
+        for _ in range(2):
+            accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+            accumulator.prepare(optimizer)
+        accumulator.backward(*(Tensor(array) for array in share(batch(0), rank, 2)))
+        optimizer.step()
+
+
 class Stops(ms.Callback):
     """Stops rank 1 alone, after its first pass."""
 
@@ -447,6 +472,10 @@ def main():
         train_apart("rate", 2, lambda _, optimizer: ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32)))
         train_apart("alike", 0, lambda *_: None, HSDP(threshold=0))
         exit_together()
+        all_reduce = ops.AllReduce()
+        reduce_once_more("by optimizer", ReducingSGD)
+        reduce_once_more("by hook", hook=lambda grad: all_reduce(grad) / 2)
+        reduce_once_more("not", hook=lambda grad: grad * 2)
         give_gradients("own", rank)
         give_gradients("mean", rank, mean=True)
         give_gradients("sum", rank, mean=False)
