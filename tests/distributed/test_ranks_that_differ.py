@@ -217,6 +217,18 @@ def test_other_gradients_are_told_nothing_of_their_data(key, two):
         assert report[f"warnings gradients {key}"] == []
 
 
+def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(two):
+    start = "For 'TrainOneStepCell', the ranks started with different parameters: those of rank 0 are used. Call "
+    other = "For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter "
+    for rank, report in enumerate(two):
+        assert report["warnings drawn nothing"] == []
+        (sentence,) = report["warnings drawn buffer"]
+        assert sentence.startswith(start) and report["drawn buffer"] == [[1.0] * 3, [1.0] * 3]
+        (sentence,) = report["warnings drawn constant"]
+        assert sentence.startswith(f"{other}(one of network._backbone.constant): each trains another network.")
+        assert report["drawn constant"] == [[1.0] * 3, [1.0 + rank] * 3]
+
+
 def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(two):
     said = "the step to add up gradients over the ranks, but got AllReduce in its code: they would be added up twice."
     for report in two:

@@ -155,6 +155,27 @@ def send_every_bit():
     results["counts"] = world.gather_counts(2**24 + 1 + rank)
 
 
+class Drawn(nn.Cell):
+    """A layer with a buffer and a tensor that each rank draws, as random features are."""
+
+    def __init__(self, buffer, constant):
+        super().__init__()
+        self.layer = nn.Dense(3, 3, "ones", "zeros")
+        self.register_buffer("buffer", Tensor(np.full(3, 1.0 + buffer, np.float32)), persistent=False)
+        self.constant, self.number = Tensor(np.full(3, 1.0 + constant, np.float32)), Tensor(rank)
+
+    def construct(self, x):
+        return self.layer(x * self.buffer + self.constant)
+
+
+def draw_tensors():
+    for what in ("nothing", "buffer", "constant"):
+        network = Drawn(rank if what == "buffer" else 0, rank if what == "constant" else 0)
+        with noting(f"drawn {what}"):
+            step_with(sgd(network), network)
+        results[f"drawn {what}"] = network.buffer.asnumpy().tolist(), network.constant.asnumpy().tolist()
+
+
 class Experts(nn.Cell):
     """A mixture of two experts, of which each rank has one, for the rows of both; a gate that both have."""
 
@@ -449,6 +470,7 @@ def main():
     disagree_about_what_trains()
     agree_although_unlike()
     send_every_bit()
+    draw_tensors()
     have_experts_of_their_own()
     with eagerly():
         for kind in KINDS:
