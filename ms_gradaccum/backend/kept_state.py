@@ -157,6 +157,24 @@ def tensors_of(network: nn.Cell) -> Iterator[Tensor]:
         yield from (value for value in values if isinstance(value, Tensor))
 
 
+def constants_of(network: nn.Cell) -> dict[str, Tensor]:
+    """Return the floating-point tensors that are plain attributes of the user's cells, by their names."""
+    cells = {path: cell for path, cell in network.cells_and_names() if is_user(type(cell))}
+    found = {f"{path}.{name}": value for path, cell in cells.items() for name, value in vars(cell).items()}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return {name: each for name, each in tensors.items() if each.is_floating_point() and type(each) is Tensor}
+
+
+def buffers_of(network: nn.Cell) -> dict[str, Tensor]:
+    """Return the buffers of a network that its ``state_dict`` has, by their names in it."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, cell in network.cells_and_names()
+        for name, buffer in vars(cell)["_buffers"].items()
+        if buffer is not None and name not in cell._non_persistent_buffers_set
+    }
+
+
 @contextmanager
 def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptState]:
     """Context in which a network runs without its forward hooks. At the end its state is restored."""

@@ -16,6 +16,7 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
+_REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split())
 # The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
 # The number of visited items of a container. Vocabularies have more, containers of code have fewer.
@@ -25,10 +26,10 @@ _MANY_ITEMS = 1000
 class NetworkCode:
     """The objects reachable from a network or an optimizer, and the names and strings in the user's functions there."""
 
-    def __init__(self, network: nn.Cell) -> None:
+    def __init__(self, network: object) -> None:
         self.names: set[str] = set()
         found: dict[int, object] = {}
-        ahead: list[object] = [network]
+        ahead = [network]
         while ahead:
             value = ahead.pop()
             if id(value) not in found:
@@ -64,6 +65,11 @@ class NetworkCode:
             elif is_a(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
                 value = vars(value).get(each.argval)
             yield value
+
+    def reductions(self) -> list[str]:
+        """Return the names of operators and functions that reduce over processes."""
+        operators = {each.name for each in self.reached if is_a(each, ops.Primitive)}
+        return sorted((operators | self.names) & _REDUCTIONS)
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""

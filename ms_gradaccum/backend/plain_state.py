@@ -70,13 +70,15 @@ def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], Non
     return [partial(assign_in_place, current, tensor)]
 
 
-def assign_in_place(parameter: Parameter, value: Tensor) -> None:
-    """Assign a value of the same shape and dtype to a parameter in place, from the host."""
+def assign_in_place(target: Tensor, value: Tensor) -> None:
+    """Assign a value of the same shape and dtype to a parameter or a buffer in place, from the host."""
     # After `set_data`, the compiled parts of optimizers in PYNATIVE mode would keep using the old memory.
-    if parameter.has_init:
-        parameter.set_data(value)
+    if not isinstance(target, Parameter):
+        target.assign_value(value)
+    elif target.has_init:
+        target.set_data(value)
     else:
-        ops.assign(parameter, value)
+        ops.assign(target, value)
 
 
 def _is_plain(value: object) -> bool:

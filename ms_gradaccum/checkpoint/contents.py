@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list, require
+from ms_gradaccum.backend.kept_state import buffers_of
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.backend.tensors import Array
@@ -43,9 +44,9 @@ class SavedState(NamedTuple):
 class Held(NamedTuple):
     """A tensor of a state."""
 
-    target: Parameter  # The destination for loading.
-    source: Parameter  # The source for saving. This rank may have only a shard of it.
-    gather: Callable[[Parameter], Tensor] | None  # Collective. It returns the whole tensor of a shard.
+    target: Tensor  # The destination for loading.
+    source: Tensor  # The source for saving. This rank may have only a shard of it.
+    gather: Callable[[Tensor], Tensor] | None  # Collective. It returns the whole tensor of a shard.
     window: int | None  # Index of the window, for its sums, which differ per rank.
 
     def value(self) -> Array:
@@ -72,6 +73,8 @@ class Contents:
             for cell in (window.network, *window.optimizers):
                 cell.init_parameters_data()
             self._hold(prefix, window.network.get_parameters())
+            buffers = buffers_of(window.network.network)
+            self.held |= {f"{prefix}buffer.{name}": Held(each, each, None, None) for name, each in buffers.items()}
             for j, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
                 own = f"{prefix}optimizer{j}." if j else prefix
                 self._hold(own, all_parameters(optimizer), reducer)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 
 from ms_gradaccum._checks import (
     DamagedState,
@@ -35,7 +35,7 @@ from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
-_Plan = list[tuple[Parameter, Array]]  # Parameters and their new values.
+_Plan = list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
 # Values to assign once all ranks have accepted the state: tensors, random states, positions in the data, `extra`.
 _Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
 

@@ -1,5 +1,6 @@
 """Build the gradient reducers for the argument ``parallel``, after the processes of the job have compared settings."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -13,6 +14,7 @@ from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import is_a, listed, require, warn
+from ms_gradaccum.backend.kept_state import constants_of
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.backend.tensors import Array
@@ -96,6 +98,9 @@ def build_reducers(
             continue
         _check_sent(owner, kind, network, optimizer, dtypes)
         if world.size > 1:
+            # Its `step` may be that of an Accumulator, which reduces over the ranks.
+            own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
+            warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
             _start_alike(owner, kind, network, optimizer)
         layout = layout_of(kind, parameters, ranks, totals.sizes, dtypes)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
@@ -210,30 +215,50 @@ def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
         require(parameter.dtype != ms.float64, owner, "network", rule, got, remedy)
 
 
+def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -> None:
+    """Warn if ``value``, which gets gradients, reduces them over the ranks. A network inside it may do so."""
+    found = NetworkCode(value).reductions()
+    if found and found[0] not in NetworkCode(network.network).reductions():
+        warn(
+            f"For '{owner}', {what} must leave it to the step to add up gradients over the ranks, but got {found[0]} "
+            f"in its code: they would be added up twice. Leave it out."
+        )
+
+
 def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -> None:
+    """Give all ranks the parameters and buffers of rank 0. Warn if these or other tensors have differed."""
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
-    if not strangers(parameters.values()):
-        return
-    if not isinstance(kind, Reduced):  # Its networks have shards, which may differ.
-        _check_no_experts(owner, network)
-    broadcast_parameters(parameters.values())
-    warn(
-        f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
-        f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
-    )
+    tensors, constants, seed = [*parameters.values(), *network.buffers()], constants_of(network), "mindspore.set_seed()"
+    differ, have_other_constants = strangers(tensors), strangers(constants.values())
+    sent = _sent_forward(network) if differ or have_other_constants else []
+    if differ:
+        # Networks whose gradients come reduced have shards, which may differ.
+        got = f"other values where its forward pass has {listed(sent, 1)}"
+        remedy = f"If they should be equal, call {seed} with the same seed on all ranks. {_EXPERTS}"
+        require(isinstance(kind, Reduced) or not sent, owner, "network", _ALIKE, got, remedy)
+        broadcast_parameters(tensors)
+        warn(
+            f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
+            f"Call {seed} with the same seed on all ranks, or load the same checkpoint."
+        )
+    if have_other_constants and not sent:
+        warn(
+            f"For '{owner}', the ranks have different values in a tensor of the network that is no parameter (one of "
+            f"{listed(list(constants), 3)}): each trains another network. Call {seed} with the same seed on all ranks "
+            f"before it is built, or make it a buffer."
+        )
 
 
-def _check_no_experts(owner: str, network: nn.Cell) -> None:
-    """Raise if each rank may have its own experts, which is possible if the network sends tensors to other ranks."""
+def _sent_forward(network: nn.Cell) -> list[str]:
+    """Return the names of operators that send tensors to other ranks: each rank may have its own experts."""
     code = NetworkCode(network)
     operators = [each for each in code.reached if is_a(each, Primitive)]
     names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
-    names += [name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))]
-    got = f"other values where its forward pass has {listed(names, 1)}"
-    remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
-    require(not names, owner, "network", _ALIKE, got, remedy)
+    return names + [
+        name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))
+    ]

@@ -170,18 +170,18 @@ def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
         )
 
 
-def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
-    """Return a hash of ``parameters``: of their names, types, shapes and values, or of a few rows if ``sampled``."""
+def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
+    """Return a hash of ``tensors``: of names, types, shapes and values, or of a few rows if ``sampled``."""
     total = hashlib.sha256()
-    for each in parameters:
-        total.update(f"{each.name}{each.dtype}{each.shape}".encode())
+    for each in tensors:
+        total.update(f"{getattr(each, 'name', '')}{each.dtype}{each.shape}".encode())
         total.update((few_rows(each) if sampled else each.asnumpy()).tobytes())
     return total.hexdigest()
 
 
-def strangers(parameters: Iterable[Parameter]) -> list[int]:
+def strangers(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose values differ from rank 0 in any bit. Collective."""
-    digests = gather_values(digest(parameters))
+    digests = gather_values(digest(tensors))
     return [rank for rank, value in enumerate(digests) if value != digests[0]]
 
 
@@ -194,12 +194,13 @@ def check_equal(parameters: Iterable[Parameter]) -> None:
         )
 
 
-def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
-    """Give all ranks the values of rank 0. Collective."""
-    for parameter in parameters:
-        values = parameter.asnumpy()
+def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks the values that parameters and buffers have on rank 0. Collective."""
+    for each in tensors:
+        values = each.asnumpy()
         received = _send(_as_words(values.tobytes()), broadcasts=True).tobytes()[: values.nbytes]
-        parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
+        assign = each.set_data if isinstance(each, Parameter) else each.assign_value
+        assign(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
 
 
 def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:

@@ -15,6 +15,7 @@ from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
+from ms_gradaccum.parallel.factory import warn_of_reductions
 from ms_gradaccum.parallel.reduced import check_hooks_run
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
@@ -139,6 +140,9 @@ class MicroSteps:
             warn_of_modes(self.owner, self.network, adds_batches)
         if is_first and not self.comes_reduced:
             warn_custom_backward(self.owner, self.network, self.parameters, adds_batches)
+            if self.waits_for_others:
+                hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
+                warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)
             if eager:
                 _LOGGER.warning(
                     "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "

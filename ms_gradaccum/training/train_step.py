@@ -306,7 +306,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         if not self.windows[0].has_claims:
             self.check_claims()
         self.events.batches += 1
-        return self.body.run(args, kwargs, super().__call__)
+        output = self.body.run(args, kwargs, super().__call__)
+        if self.use_graceful_exit:
+            self._agree_to_exit()
+        return output
 
     def join(self) -> StepOutput:
         """Join the collectives of a batch with no local data. It counts as a batch of the window.
@@ -315,7 +318,17 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         """
         self.check_claims()
         self.events.batches += 1
-        return self.body.join()
+        output = self.body.join()
+        if self.use_graceful_exit:
+            self._agree_to_exit()
+        return output
+
+    def _agree_to_exit(self) -> None:
+        """Let MindSpore's ``OnRequestExit`` end the training in a batch in which all ranks have the request."""
+        window = self.windows[0]
+        if window.several:
+            is_missing = 1 - int(self.init_param.asnumpy().item())
+            self.exit_param.set_data(Tensor(window.reducers[0].most(is_missing) == 0))
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
@@ -335,7 +348,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
-        return self.shown(self.body(*inputs))
+        items = self.body(*inputs)
+        if self.use_graceful_exit:
+            items = self.graceful_exit.exit_by_request(items, self.init_param, self.exit_param)
+        return self.shown(items)
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return what a larger graph sees of the items of a StepOutput. Monitors of other projects see other ones."""

@@ -11,7 +11,16 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
-from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import (
+    HSDP,
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    MixedPrecision,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
 from ms_gradaccum.backend.kept_state import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
@@ -99,6 +108,39 @@ def test_a_loop_that_is_saved_inside_a_batch_has_the_sums_of_that_batch(batches,
     load_state(fresh, tmp_path)
     assert bits_of(fresh) == bits_of(accumulator)
     assert fresh.drop() == batches + 1
+
+
+class Centred(nn.Cell):
+    """A network that moves a buffer in each forward pass, and one that its state does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(3, 1, "ones", "zeros")
+        self.register_buffer("centre", Tensor(np.zeros(3, np.float32)))
+        self.register_buffer("scratch", Tensor(np.zeros(3, np.float32)), persistent=False)
+
+    def construct(self, x):
+        self.centre[:] = 0.9 * self.centre + 0.1 * x.mean(0)
+        self.scratch[:] = x[0]
+        return self.layer(x - self.centre)
+
+
+def test_buffers_go_on(tmp_path):
+    def build():
+        network = Centred()
+        loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+        return network, TrainOneStepCell(loss_cell, sgd(network), accumulation_steps=3)
+
+    network, step = build()
+    train_step(step, BATCHES[:4])
+    save_state(step, tmp_path)
+    assert network.centre.asnumpy().all()  # else it would prove nothing
+    outputs = train_step(step, BATCHES[4:])
+    its_network, fresh = build()
+    load_state(fresh, tmp_path)
+    assert not its_network.scratch.asnumpy().any()
+    assert train_step(fresh, BATCHES[4:]) == outputs
+    assert (its_network.centre.asnumpy() == network.centre.asnumpy()).all()
 
 
 def test_networks_and_optimizers_with_the_same_names_keep_their_own(tmp_path):

@@ -217,6 +217,28 @@ def test_other_gradients_are_told_nothing_of_their_data(key, two):
         assert report[f"warnings gradients {key}"] == []
 
 
+def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(two):
+    start = "For 'TrainOneStepCell', the ranks started with different parameters: those of rank 0 are used. Call "
+    other = "For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter "
+    for rank, report in enumerate(two):
+        assert report["warnings drawn nothing"] == []
+        (sentence,) = report["warnings drawn buffer"]
+        assert sentence.startswith(start) and report["drawn buffer"] == [[1.0] * 3, [1.0] * 3]
+        (sentence,) = report["warnings drawn constant"]
+        assert sentence.startswith(f"{other}(one of network._backbone.constant): each trains another network.")
+        assert report["drawn constant"] == [[1.0] * 3, [1.0 + rank] * 3]
+
+
+def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(two):
+    said = "the step to add up gradients over the ranks, but got AllReduce in its code: they would be added up twice."
+    for report in two:
+        sentence = f"For 'Accumulator', the optimizer must leave it to {said} Leave it out."
+        assert report["warnings reduced by optimizer"] == [sentence] * 2  # Two are built.
+        sentence = f"For 'Accumulator', the hook of a parameter must leave it to {said} Leave it out."
+        assert report["warnings reduced by hook"] == [sentence]
+        assert report["warnings reduced not"] == []
+
+
 def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
     sentence = (
         "For 'Model', the ranks must stop after the same epoch, but only ranks [1] have called request_stop(): all "
@@ -227,6 +249,11 @@ def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
         weights, updates, _ = report["stop"]
         assert report["warnings stop"] == [sentence] and updates == most
         assert weights == two[0]["stop"][0]
+
+
+def test_ranks_that_are_asked_to_exit_do_so_in_the_step_in_which_all_are(two):
+    for report in two:
+        assert report["exit"] == [5, 5, two[0]["exit"][2]]
 
 
 def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):

@@ -1,10 +1,14 @@
 """A process of `test_ranks_that_differ.py`: what the ranks do not have in common."""
 
 import math
+import os
+import signal
 import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -12,6 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
+from mindspore.train import OnRequestExit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
@@ -148,6 +153,27 @@ def send_every_bit():
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
     results["counts"] = world.gather_counts(2**24 + 1 + rank)
+
+
+class Drawn(nn.Cell):
+    """A layer with a buffer and a tensor that each rank draws, as random features are."""
+
+    def __init__(self, buffer, constant):
+        super().__init__()
+        self.layer = nn.Dense(3, 3, "ones", "zeros")
+        self.register_buffer("buffer", Tensor(np.full(3, 1.0 + buffer, np.float32)), persistent=False)
+        self.constant, self.number = Tensor(np.full(3, 1.0 + constant, np.float32)), Tensor(rank)
+
+    def construct(self, x):
+        return self.layer(x * self.buffer + self.constant)
+
+
+def draw_tensors():
+    for what in ("nothing", "buffer", "constant"):
+        network = Drawn(rank if what == "buffer" else 0, rank if what == "constant" else 0)
+        with noting(f"drawn {what}"):
+            step_with(sgd(network), network)
+        results[f"drawn {what}"] = network.buffer.asnumpy().tolist(), network.constant.asnumpy().tolist()
 
 
 class Experts(nn.Cell):
@@ -358,6 +384,31 @@ def give_gradients(key, number, mean=None, scale=1.0, parallel="auto"):
             accumulator(reduce(tuple(grad * scale for grad in grads)), 3 + rank, reduction=reduction)
 
 
+class ReducingSGD(nn.SGD):
+    """An optimizer for a step that reduces nothing."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.all_reduce = ops.AllReduce()
+
+    def construct(self, grads):
+        return super().construct(tuple(self.all_reduce(grad) / 2 for grad in grads))
+
+
+def reduce_once_more(key, optimizer=nn.SGD, hook=None):
+    """One update by a loop whose optimizer is prepared, and has been in another loop before."""
+    network = build_network()
+    optimizer = optimizer(network.trainable_params())
+    if hook is not None:
+        network[0].weight.register_hook(hook)
+    with noting(f"reduced {key}"):
+        for _ in range(2):
+            accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+            accumulator.prepare(optimizer)
+        accumulator.backward(*(Tensor(array) for array in share(batch(0), rank, 2)))
+        optimizer.step()
+
+
 class Stops(ms.Callback):
     """Stops rank 1 alone, after its first pass."""
 
@@ -373,6 +424,32 @@ def stop_alone():
     with noting("stop"):
         model.train(3, data, callbacks=[Stops()], dataset_sink_mode=False)
     results["stop"] = [weights_of(network), model.train_network.events.updates, -(-len(uneven_data(rank)[0]) // 2)]
+
+
+class AsksForExit(ms.Callback):
+    """Asks this rank to exit, in the fourth step on rank 0 and in the fifth one on rank 1, and counts the steps."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.steps = Path(path), 0
+
+    def on_train_step_begin(self, run_context):
+        self.steps = run_context.original_args().cur_step_num
+        if self.steps == 4 + rank:
+            self.path.write_text('{"GracefulExit": 1}')
+
+
+def exit_together():
+    """Three passes of three steps, in the last of which only rank 0 has a batch."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with mock.patch.dict(os.environ, MS_ENABLE_GRACEFUL_EXIT="1"), TemporaryDirectory() as folder:
+        network, path = build_network(), f"{folder}/exit.json"
+        model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+        asks, exits = AsksForExit(path), OnRequestExit(False, False, config_file=path)
+        data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
+        model.train(3, data, callbacks=[asks, exits])
+    signal.signal(signal.SIGTERM, handler)
+    results["exit"] = [asks.steps, model.train_network.events.updates, weights_of(network)]
 
 
 def meet_what_is_not_finite():
@@ -393,6 +470,7 @@ def main():
     disagree_about_what_trains()
     agree_although_unlike()
     send_every_bit()
+    draw_tensors()
     have_experts_of_their_own()
     with eagerly():
         for kind in KINDS:
@@ -415,6 +493,11 @@ def main():
         train_apart("loaded last", 4, load_last_layer)
         train_apart("rate", 2, lambda _, optimizer: ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32)))
         train_apart("alike", 0, lambda *_: None, HSDP(threshold=0))
+        exit_together()
+        all_reduce = ops.AllReduce()
+        reduce_once_more("by optimizer", ReducingSGD)
+        reduce_once_more("by hook", hook=lambda grad: all_reduce(grad) / 2)
+        reduce_once_more("not", hook=lambda grad: grad * 2)
         give_gradients("own", rank)
         give_gradients("mean", rank, mean=True)
         give_gradients("sum", rank, mean=False)

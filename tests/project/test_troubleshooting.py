@@ -27,6 +27,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
+from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
 from ms_gradaccum.training import micro_steps
@@ -430,6 +431,23 @@ def other_parameters_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(factory, "strangers", lambda parameters: [1])
     monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter")
+def other_tensors_on_another_rank(monkeypatch, _):
+    monkeypatch.setattr(factory, "strangers", lambda tensors: [] if isinstance(tensors, list) else [1])
+    factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the optimizer must leave it to the step to add up gradients over the ranks")
+def an_optimizer_that_adds_up(*_):
+    factory.warn_of_reductions("TrainOneStepCell", "the optimizer", [ops.AllReduce()], GradAccumulation(loss_cell(), 2))
+
+
+@says("For 'TrainOneStepCell', the argument 'mixed_precision' must be one without a search for Inf")
+def a_loss_scale_in_saturation_mode(monkeypatch, _):
+    monkeypatch.setattr(mixed_precision, "clamps_overflow", lambda: True)
+    step_of(loss_cell(), mixed_precision="fp16")
 
 
 @says("For 'TrainOneStepCell', the optimizer's loss_scale is 1.0")
