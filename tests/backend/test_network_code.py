@@ -313,6 +313,15 @@ def test_what_says_to_be_an_operator_sends_nothing():
     assert factory._sent_forward(Net({"operator": PretendedOperator()})) == []
 
 
+def test_what_adds_up_over_processes_is_found_but_not_the_flag_of_fault_tolerance():
+    def hook(grad):
+        return mint.distributed.all_reduce(grad)
+
+    assert NetworkCode([ops.AllReduce(), ops.AllGather()]).reductions() == ["AllReduce"]
+    assert NetworkCode(hook).reductions() == ["all_reduce"]
+    assert NetworkCode([ops.AllReduce().add_prim_attr("tft_report_before", True)]).reductions() == []
+
+
 def test_installed_packages_are_users_code_and_parts_of_python_are_not():
     assert not is_user(functools.wraps) and not is_user(json) and not is_user(nn.Dense)
     assert is_user(pytest.fixture) and is_user(pytest) and is_user(MODULE)
