@@ -5,7 +5,7 @@ import json
 import types
 
 import pytest
-from mindspore import nn, ops
+from mindspore import mint, nn, ops
 from mindspore.common._grad_function import _Function
 
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
