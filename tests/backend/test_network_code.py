@@ -5,7 +5,7 @@ import json
 import types
 
 import pytest
-from mindspore import nn, ops
+from mindspore import mint, nn, ops
 from mindspore.common._grad_function import _Function
 
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
@@ -311,6 +311,15 @@ class PretendedOperator:
 
 def test_what_says_to_be_an_operator_sends_nothing():
     assert factory._sent_forward(Net({"operator": PretendedOperator()})) == []
+
+
+def test_what_adds_up_over_processes_is_found_but_not_the_flag_of_fault_tolerance():
+    def hook(grad):
+        return mint.distributed.all_reduce(grad)
+
+    assert NetworkCode([ops.AllReduce(), ops.AllGather()]).reductions() == ["AllReduce"]
+    assert NetworkCode(hook).reductions() == ["all_reduce"]
+    assert NetworkCode([ops.AllReduce().add_prim_attr("tft_report_before", True)]).reductions() == []
 
 
 def test_installed_packages_are_users_code_and_parts_of_python_are_not():
