@@ -33,8 +33,8 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
 def hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
     shapes = _described(accumulation, ambiguous_inputs(inputs, accumulation.batch_axis, "indices" in error), inputs)
-    begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
-    return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
+    begin = f"For '{_OWNER}', an input may be split by mistake, because its shape does not show whether it is a batch"
+    return shapes and f"{begin}: {shapes}. Give None in batch_axis for an input that is not a batch."
 
 
 def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, ...]) -> str:

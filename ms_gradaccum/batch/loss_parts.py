@@ -29,13 +29,13 @@ _ROWS = (
     "batch miss it by up to {miss}. Train it as a GradCacheLoss, give all of it reduction='mean', or split no batch."
 )
 _GRADIENT = (
-    "the gradients of parts of a batch, whose losses fit, miss it by up to {miss}: some of it is no mean over rows and "
-    "hides from the loss, as what is subtracted again without a gradient or added in a backward pass of its own. Split "
-    "no batch."
+    "the gradients of parts of a batch miss it by up to {miss}, although their losses fit: a part of it is no mean "
+    "over rows, but does not change the loss (subtracted again with stop_gradient, or added in a custom backward "
+    "pass). Split no batch."
 )
 _PAIR_GRADIENT = (
-    "the gradients of parts of a batch miss it by up to {miss}: the weight depends on parameters, or some of the sum "
-    "hides from its value. Give the weight ops.stop_gradient if it is a number, else train a GradCacheLoss."
+    "the gradients of parts of a batch miss it by up to {miss}: the weight depends on parameters, or a part of the sum "
+    "does not change its value. Give the weight ops.stop_gradient if it is a number, else train a GradCacheLoss."
 )
 _CONSTANT = "parts of a batch miss the weight by up to {miss}. Return the number that the loss sum is over."
 _MEAN = "it returns a mean where its sum is expected, missed by up to {miss}. Return (loss_sum, weight)."

@@ -128,7 +128,7 @@ def check_batch_axis(axis: object) -> BatchAxis:
     try:
         return _checked_axis(axis)
     except RecursionError:
-        raise ValueError(_axis_error("an int, None or one of these per input", "a nest without an end")) from None
+        raise ValueError(_axis_error("an int, None or one of these per input", "a list that contains itself")) from None
 
 
 def _checked_axis(axis: object) -> BatchAxis:
@@ -151,8 +151,8 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
         batch = Flattened(inputs, batch_axis)
     except RecursionError:
         raise ValueError(
-            f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest without "
-            f"an end. Take out what holds itself."
+            f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a container "
+            f"that contains itself. Remove that item."
         ) from None
     if not batch.leaves:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"

@@ -18,10 +18,10 @@ _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # Values that the compiler leaves to the Python interpreter have neither a type in a graph nor a gradient.
 _OBJECT_REMEDY = (
-    "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode an attribute of a cell "
-    "that construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
-    "getattr() with a default, and classes that are no Cell make a Python object of one: MindSpore's own step runs "
-    "with it and leaves the weights as they are."
+    "Return a tensor, alone or first in a tuple, that is computed from tensors. In GRAPH mode these turn it into a "
+    "Python object: an attribute of a cell that construct sets (a count, an average: make it a Parameter), asnumpy(), "
+    "float(), Tensor(), dict(zip()), getattr() with a default, and classes that are not Cells. MindSpore's own step "
+    "runs with it, but does not train the weights."
 )
 _LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
@@ -125,7 +125,7 @@ class WeightedLoss(nn.Cell):
         return scalar(outputs)
 
     def further(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
-        """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise if none are wanted."""
+        """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise without `losses`."""
         if not isinstance(outputs, (tuple, list)):
             return ()
         # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.

@@ -23,7 +23,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
 # A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
-_LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see into a callback."
+_LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 
 class FirstPass:

@@ -202,7 +202,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     @property
     def cls_name(self) -> str:
-        """Name by which MindSpore's ``Model`` chooses a train cell: that of its GradAccumulation trains nothing."""
+        """Name by which MindSpore's ``Model`` chooses a train cell; with its own cell's name, nothing would train."""
         return "MicroBatchedLoss"
 
     def split(self, *inputs: object) -> SplitBatch:

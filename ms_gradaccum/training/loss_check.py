@@ -120,7 +120,7 @@ class LossCheck:
         self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
 
     def measure(self, rows: Rows, parts: int, least: int) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts of at least so many rows, as far as these show it."""
+        """Return why the loss cannot be trained in ``parts`` parts of at least ``least`` rows, or None."""
         most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
         # Halves of unlike rows show the cause of an error. Mixed halves show effects among rows of one class.
         unlike, mixed, three = rows.cuts(most, number)

@@ -118,7 +118,7 @@ class AddMicroBatch(nn.Cell):
         self.others = int(self.has_notes or self.buffer.other_losses is not None)
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were computed outside of this graph, after other losses or notes. Return as `added`."""
+        """Add ``grads`` from outside of this graph, which follow any other losses or notes. Return as `added`."""
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 

@@ -75,7 +75,7 @@ class MicroSteps:
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
     def run(self, args: Args, kwargs: Kwargs, reduces: bool = False) -> list[Outputs]:
-        """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
+        """Add one batch and return the outputs of its micro steps. If ``reduces``, the last one reduces the sums."""
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
         if self.comes_reduced:
@@ -133,7 +133,7 @@ class MicroSteps:
         return outputs
 
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
-        """Split one of the first batches, and warn of what it shows and of a network that trains in another way."""
+        """Split one of the first batches, and warn of doubtful inputs and of a network that trains differently."""
         is_first, self.has_begun = not self.has_begun, True
         adds_batches = self.settings.accumulation_steps > 1
         if is_first:

@@ -52,7 +52,7 @@ def frozen_cell(network: nn.Cell) -> str:
 
 
 def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell follows its mode. A BatchNorm may be told, and an LSTM has a Dropout of nothing inside."""
+    """Return whether a cell follows its mode: not a BatchNorm with a fixed setting, nor a Dropout with p = 0."""
     return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
 
 

@@ -109,7 +109,7 @@ class PartitionedStep(Step):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
 
     def attach_to(self, step: nn.Cell) -> None:
-        """Let ``step``, and no cell inside, be compiled for training: only then the compiler knows accumulation."""
+        """Compile ``step``, and no cell inside, for training, so that the compiler recognises accumulation."""
         step.add_flags(training=True)
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class PartitionedStep(Step):
         self.events.tell("on_update_begin")
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
-        if self.events.heard:  # Else nothing waits for the device.
+        if self.events.heard:  # Otherwise do not wait for the device.
             self.events.update_end(output)
         self.skipped.append((output.overflow, output.updated))
         if len(self.skipped) == MAX_OVERFLOWS:

@@ -354,5 +354,5 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         return self.shown(items)
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return what a larger graph sees of the items of a StepOutput. Monitors of other projects see other ones."""
+        """Return the items of a StepOutput that a larger graph returns. Other projects' monitors get others."""
         return items

@@ -48,7 +48,7 @@ class Window:
     outputs: list[StepOutput] | None = None
     is_counted = False  # True if the current batch is another loss of a batch that is already counted.
     has_loss = True  # False if the caller gave gradients of the window without a loss.
-    clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
+    clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
     is_watched = True  # True while the first windows are checked for changes between their batches.
     # With several ranks: the kind of this rank's first input (a batch or gradients), and its hash.
     first: list[str] | None = None
@@ -103,7 +103,7 @@ class Window:
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
-        """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
+        """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if self.is_watched:
             self.watch()
@@ -228,7 +228,7 @@ class Window:
         return report
 
     def _check_changes(self) -> None:
-        """Warn if the learning rate, or what another step updates, has changed between a window's first batches."""
+        """Warn if the learning rate, or parameters of another step, have changed between a window's batches."""
         seen, self.is_watched = self._seen, self.ended < WATCHED_WINDOWS
         if any(rates != seen[0][0] for rates, _ in seen):
             self.is_watched = False
@@ -242,7 +242,7 @@ class Window:
             warn(_MIXTURE.format(owner=self.owner))
 
     def discard(self, for_all: bool = False) -> None:
-        """Discard the window on this rank or, with ``for_all``, on all ranks, which see it in the reduced weights."""
+        """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""
         for reducer in self.reducers:
             reducer.buffer.clear()
             if for_all and self.several:
@@ -271,8 +271,8 @@ class Window:
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window "
-                f"makes no update, and further ones like it make none without a word. Look for NaN in the data and the "
-                f"loss, or {remedy}."
+                f"makes no update, and later windows like it are skipped without a warning. Look for NaN in the data "
+                f"and the loss, or {remedy}."
             )
         return outputs
 

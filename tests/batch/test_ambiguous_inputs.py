@@ -37,8 +37,8 @@ class Scaled(Mixed):
 
 
 HINT = (
-    "For 'GradAccumulation', the split may be at fault, where no shape shows what the batch is: 'mask' of shape "
-    "(4, 4). What is no batch needs None in batch_axis."
+    "For 'GradAccumulation', an input may be split by mistake, because its shape does not show whether it is a "
+    "batch: 'mask' of shape (4, 4). Give None in batch_axis for an input that is not a batch."
 )
 
 
@@ -76,7 +76,7 @@ def test_an_error_that_no_split_can_have_made_stays_as_it_is(eager):
         step = keeping_step(Mixed(), micro_size, batch_axis=(0, None if micro_size == 1 else 0, 0))
         with pytest.raises(Exception) as raised:
             step(*tensors(X, mask, Y))
-        assert "the split may be at fault" not in str(raised.value)
+        assert "split by mistake" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

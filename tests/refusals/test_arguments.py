@@ -166,7 +166,7 @@ WRONG = {
         ValueError,
         lambda: GradAccumulation(loss_cell(), 2, batch_axis=endless()),
         ("GradAccumulation", "batch_axis"),
-        f"an int, None or one of these per input, but got a nest without an end. {AXIS}",
+        f"an int, None or one of these per input, but got a list that contains itself. {AXIS}",
     ),
     "accumulation_steps of a config": (
         ValueError,

@@ -218,8 +218,8 @@ INPUTS = {
     "endless": (
         (endless(), X),
         ValueError,
-        "For 'GradAccumulation', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest "
-        "without an end. Take out what holds itself.",
+        "For 'GradAccumulation', the inputs must be tensors, or tuples, lists and dicts of them, but got a "
+        "container that contains itself. Remove that item.",
     ),
 }
 

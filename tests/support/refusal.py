@@ -14,9 +14,9 @@ FOREIGN_TRAIN_CELL = "the train cell around it is not one of ms_gradaccum"
 NO_TENSOR = (
     "For 'GradAccumulation', the argument 'network' must return its mean loss, a floating-point scalar, first, "
     "but got no tensor but a Python object, which has no gradient. Return a tensor, alone or first in a tuple, "
-    "that is computed of tensors. In GRAPH mode an attribute of a cell that construct sets (a count, an average: make "
-    "it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), getattr() with a default, and classes that are no "
-    "Cell make a Python object of one: MindSpore's own step runs with it and leaves the weights as they are."
+    "that is computed from tensors. In GRAPH mode these turn it into a Python object: an attribute of a cell that "
+    "construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), getattr() "
+    "with a default, and classes that are not Cells. MindSpore's own step runs with it, but does not train the weights."
 )
 
 

@@ -23,8 +23,10 @@ from ms_gradaccum.training.partitioned_step import PartitionedStep
 pytestmark = pytest.mark.usefixtures("eager")
 
 START = "the gradient of a window must have a finite norm, but got "
-END = ": this window makes no update, and further ones like it make none without a word. Look for NaN in the data and "
-END += "the loss, or lower the learning rate."
+END = (
+    ": this window makes no update, and later windows like it are skipped without a warning. Look for NaN in the data "
+)
+END += "and the loss, or lower the learning rate."
 
 
 def build():
