@@ -322,7 +322,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         return self.body.join()
 
     def _agree_to_exit(self) -> None:
-        """Let MindSpore's ``OnRequestExit`` end the training after a batch before which it was asked to on all ranks."""
+        """Let MindSpore's ``OnRequestExit`` end the training once it was asked to do so on all ranks."""
         # Before the batch, which may fail on this rank alone.
         if self.windows[0].several:
             is_missing = 1 - int(self.init_param.asnumpy().item())
