@@ -305,11 +305,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:
             self.check_claims()
-        self.events.batches += 1
-        output = self.body.run(args, kwargs, super().__call__)
         if self.use_graceful_exit:
             self._agree_to_exit()
-        return output
+        self.events.batches += 1
+        return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
         """Join the collectives of a batch with no local data. It counts as a batch of the window.
@@ -317,18 +316,17 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         All other processes must call the step, or join, at the same time.
         """
         self.check_claims()
-        self.events.batches += 1
-        output = self.body.join()
         if self.use_graceful_exit:
             self._agree_to_exit()
-        return output
+        self.events.batches += 1
+        return self.body.join()
 
     def _agree_to_exit(self) -> None:
-        """Let MindSpore's ``OnRequestExit`` end the training in a batch in which all ranks have the request."""
-        window = self.windows[0]
-        if window.several:
+        """Let MindSpore's ``OnRequestExit`` end the training once all ranks have the request."""
+        # Before the batch, which may fail only on this rank.
+        if self.windows[0].several:
             is_missing = 1 - int(self.init_param.asnumpy().item())
-            self.exit_param.set_data(Tensor(window.reducers[0].most(is_missing) == 0))
+            self.exit_param.set_data(Tensor(self.windows[0].reducers[0].most(is_missing) == 0))
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
