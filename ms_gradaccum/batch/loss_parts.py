@@ -49,6 +49,12 @@ _ATTRIBUTES = (
 _ATTRIBUTES_BEGIN = "For 'GradAccumulation', the loss of a micro batch should not depend on those before it, but"
 
 
+_NOT_MEASURED = (
+    "For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured: {reason}. "
+    "verify(network, batch, micro_size) compares a window with its batch; check_loss=False leaves this out."
+)
+
+
 class Rows(NamedTuple):
     """Some rows of a batch. They are copied when their tensors are asked for, so that none lie about."""
 
@@ -80,11 +86,23 @@ class Rows(NamedTuple):
         The rows, others for each number, are those that differ most in what fills them up (padding, a mask), which is
         the smallest or the largest value of a tensor. The parts are a mixed half and the rest of each unlike one.
         """
-        filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
-        order = np.argsort(filled, kind="stable")
+        order = np.argsort(self._filled(), kind="stable")
         unlike, mixed = self._cut(most, number, order, False), self._cut(most, number, order, True)
         rest = [self._replace(places=tuple(p for p in mixed[2].places if p in half.places)) for half in unlike[1:]]
         return unlike, mixed, (*mixed[:2], *rest) if all(part.size for part in rest) else None
+
+    def micro_batches(self, parts: int) -> "Cut | None":
+        """Return the two of so many equal micro batches that differ most, together and each; None if there are none."""
+        size = self.size // parts
+        if parts == 1 or size == 1 or self.size % parts:
+            return None
+        order = np.argsort(self._filled().reshape(parts, size).mean(1), kind="stable")
+        first, second = sorted((order[0], order[-1]))
+        both = [*range(first * size, (first + 1) * size), *range(second * size, (second + 1) * size)]
+        return self.take(both), self.take(both[:size]), self.take(both[size:])
+
+    def _filled(self) -> Array:
+        return sum((_filled(*pair, self.size) for pair in zip(self.sources, self.axes)), np.zeros(self.size))
 
     def _cut(self, most: int, number: int, order: Array, mixed: bool) -> "Cut":
         half = min(most, self.size) // 2
@@ -188,6 +206,12 @@ class Finding(NamedTuple):
 
     miss: float
     text: str
+    of_loss: bool = True
+
+    @staticmethod
+    def not_measured(reason: str) -> "Finding":
+        """Return the finding for a loss of which nothing is known."""
+        return Finding(math.nan, _NOT_MEASURED.format(reason=reason.rstrip(".")))
 
 
 def judge(split: Split, parts: int, twice: tuple[float, float, float] | None = None) -> Finding | None:
@@ -243,12 +267,13 @@ def _judge_pairs(split: Split) -> Finding | None:
 
 def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
     """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
-    return _finding(miss, _PAIR_GRADIENT, _PAIR_BEGIN) if weighted else _finding(miss, _GRADIENT if shows else _WEIGHTS)
+    reason, begin = (_PAIR_GRADIENT, _PAIR_BEGIN) if weighted else (_GRADIENT if shows else _WEIGHTS, _BEGIN)
+    return _finding(miss, reason, begin)._replace(of_loss=False)
 
 
 def other_attributes(miss: float, names: str) -> Finding:
     """Return the finding for a loss that changes with attributes of these names, which the first micro batch sets."""
-    return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)
+    return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)._replace(of_loss=False)
 
 
 def _finding(miss: float, reason: str, begin: str = _BEGIN, **values: object) -> Finding:
