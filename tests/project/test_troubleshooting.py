@@ -355,6 +355,14 @@ def another_step_of_a_part_of_the_network(*_):
             step(*LINES)
 
 
+@says("For 'Accumulator', the gradients of a batch should be given as they are")
+def gradients_that_are_clipped_batch_by_batch(*_):
+    cell = loss_cell()
+    accumulator = Accumulator(cell, sgd(cell), 2)
+    for sign in (1.0, -1.0):
+        accumulator([ops.full_like(each, sign) for each in cell.trainable_params()])
+
+
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
 def a_python_value_that_changes(monkeypatch, _):
     class Times(Returning):
