@@ -91,15 +91,13 @@ class Rows(NamedTuple):
         rest = [self._replace(places=tuple(p for p in mixed[2].places if p in half.places)) for half in unlike[1:]]
         return unlike, mixed, (*mixed[:2], *rest) if all(part.size for part in rest) else None
 
-    def micro_batches(self, parts: int) -> "Cut | None":
-        """Return the two of so many equal micro batches that differ most, together and each; None if there are none."""
+    def micro_batches(self, parts: int) -> "Cut":
+        """Return those of so many equal micro batches that differ most, up to four; none if there are no equal ones."""
         size = self.size // parts
         if parts == 1 or size == 1 or self.size % parts:
-            return None
-        order = np.argsort(self._filled().reshape(parts, size).mean(1), kind="stable")
-        first, second = sorted((order[0], order[-1]))
-        both = [*range(first * size, (first + 1) * size), *range(second * size, (second + 1) * size)]
-        return self.take(both), self.take(both[:size]), self.take(both[size:])
+            return ()
+        order = np.argsort(self._filled().reshape(parts, size).mean(1), kind="stable").tolist()
+        return tuple(self.take(range(i * size, (i + 1) * size)) for i in (*order[:2], *order[2:][-2:]))
 
     def _filled(self) -> Array:
         return sum((_filled(*pair, self.size) for pair in zip(self.sources, self.axes)), np.zeros(self.size))

@@ -131,19 +131,20 @@ class LossCheck:
             cuts = [tuple(each.take([*range(each.size)] * 2) for each in cut) for cut in cuts]
             finding = self.measure_cuts(cuts, parts, gradient)
         # Rows of a group (a preference pair, the answers to a prompt) meet, but no other ones if each group is whole.
-        together = rows.micro_batches(parts) if finding and finding.of_loss and not self.several else None
-        return finding if together is None or not self._fits(together, parts) else None
+        cut = rows.micro_batches(parts) if finding and finding.of_loss and not self.several else ()
+        return None if cut and self._fits(cut, parts) else finding
 
     def _fits(self, cut: Cut, parts: int) -> bool:
-        """Return whether the losses of micro batches, which differ, are those of their rows together."""
+        """Return whether the losses of the first micro batch with each other one, which differs, are their means."""
         self.eager, self.evaluated = True, _AS_IN_TRAINING
         try:
             with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
                 state.evaluate(self.evaluated)
-                split = self._split(*(self._loss(state, rows) for rows in cut))
+                pairs = ((cut[0].joined(each) or each, cut[0], each) for each in cut[1:])
+                splits = [self._split(*(self._loss(state, rows) for rows in pair)) for pair in pairs]
         except Exception:
             return False
-        return split.shows() and judge(split, parts) is None
+        return any(split.shows() for split in splits) and not any(judge(split, parts) for split in splits)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
@@ -218,7 +219,7 @@ class LossCheck:
         noise = _noise(loss, passes, split) if finding or self.several else 0.0
         if finding is None or not math.isfinite(finding.miss):
             return finding
-        self.draws = self.draws or noise > split.tolerance
+        self.draws |= noise > split.tolerance
         if self.draws and not self.several and self._fits_same_draws(state, cut, split.tolerance):
             return None
         if finding.miss <= noise > (split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM):
@@ -243,8 +244,7 @@ class LossCheck:
 
         The first rows of a pass draw what the first rows of any other one do.
         """
-        first, second = (part.take(range(min(cut[1].size, cut[2].size))) for part in cut[1:3])
-        totals = []
+        (first, second), totals = (part.take(range(min(cut[1].size, cut[2].size))) for part in cut[1:3]), []
         for rows in (first.joined(second) or first, second.joined(second) or first, first, second):
             state.draw_again()
             value, weight = self._loss(state, rows)

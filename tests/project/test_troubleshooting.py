@@ -256,12 +256,12 @@ def a_sum_over_rows(*_):
 
 
 @says("For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured")
-def a_loss_of_pairs_of_rows(*_):
-    class Pairs(Returning):
+def a_loss_of_four_rows(*_):
+    class OfFour(Returning):
         def construct(self, x, y):
-            return super().construct(x, y) + 0 * x.reshape(-1, 4).mean()
+            return super().construct(x, y) + 0 * x.reshape(4, 1).mean()
 
-    step_of(GradAccumulation(Pairs(lambda loss: loss), 2))(*LINES)
+    step_of(GradAccumulation(OfFour(lambda loss: loss), 2))(*LINES)
 
 
 @says("For 'GradAccumulation', sums and weights of a loss with weighted=True should add up")
