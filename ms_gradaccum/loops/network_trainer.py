@@ -126,7 +126,7 @@ class TrainedNetwork(Window):
             self.watch()
         counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
-        if self.watched == 0 and len(self._seen) <= _SEEN_NORMS:
+        if self.watched == 0 and len(self.norms) < _SEEN_NORMS:
             self._note_norm([as_array(each) for each in added])
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
@@ -172,9 +172,9 @@ class TrainedNetwork(Window):
         """Warn of the first gradients if they have the same norm and are not the same: each batch was clipped."""
         norm = math.sqrt(sum(float(np.square(each, dtype=np.float64).sum()) for each in grads))
         total = float(sum(each.sum() for each in grads))
-        alike = any(abs(norm - other) <= _SAME * norm and total != known for other, known in self.norms)
-        self.norms.append((norm, total))
-        if alike and norm:
+        alike = any(abs(norm - other) <= _SAME * norm and total != known for other, known in self.norms if norm)
+        self.norms += _SEEN_NORMS * [(norm, total)] if alike else [(norm, total)]
+        if alike:
             warn(
                 f"For '{_OWNER}', the gradients of a batch should be given as they are, but different ones have the "
                 f"norm {norm:.3g}, as if each was clipped. An update clips their mean: give the Accumulator "

@@ -60,8 +60,8 @@ class LossCheck:
         self.batches = 0
         self.is_done = network.is_cached or not settings.check_loss
         self.has_warned = False
-        # True once the same rows have had another loss.
-        self.draws = False
+        # True once the same rows have had another loss, or rows were in groups: the gradients of few rows tell nothing.
+        self.is_rough = False
         # The only row of the batch before.
         self.row: Rows | None = None
         # What the first micro batch changes; None if no micro batch has run.
@@ -132,7 +132,9 @@ class LossCheck:
             finding = self.measure_cuts(cuts, parts, gradient)
         # Rows of a group (a preference pair, the answers to a prompt) meet, but no other ones if each group is whole.
         cut = rows.micro_batches(parts) if finding and finding.of_loss and not self.several else ()
-        return None if cut and self._fits(cut, parts) else finding
+        in_groups = bool(cut) and self._fits(cut, parts)
+        self.is_rough |= in_groups
+        return None if in_groups else finding
 
     def _fits(self, cut: Cut, parts: int) -> bool:
         """Return whether the losses of the first micro batch with each other one, which differs, are their means."""
@@ -144,7 +146,7 @@ class LossCheck:
                 splits = [self._split(*(self._loss(state, rows) for rows in pair)) for pair in pairs]
         except Exception:
             return False
-        return any(split.shows() for split in splits) and not any(judge(split, parts) for split in splits)
+        return all(split.shows() and judge(split, parts) is None for split in splits)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
@@ -198,7 +200,7 @@ class LossCheck:
             finding = finding or found
             doubtful += [(cut, split.shows())] if not split.shows() or (gradient and cut is cuts[0]) else []
         # Where random numbers are drawn out of training, too, the noise of a gradient is not known.
-        is_exact = self.evaluated is _AS_IN_TRAINING and not (self.draws or self.several)
+        is_exact = self.evaluated is _AS_IN_TRAINING and not (self.is_rough or self.several)
         if finding is None and doubtful and is_exact and can_differentiate(self.network, self.parameters):
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
@@ -219,8 +221,8 @@ class LossCheck:
         noise = _noise(loss, passes, split) if finding or self.several else 0.0
         if finding is None or not math.isfinite(finding.miss):
             return finding
-        self.draws |= noise > split.tolerance
-        if self.draws and not self.several and self._fits_same_draws(state, cut, split.tolerance):
+        self.is_rough |= noise > split.tolerance
+        if noise > split.tolerance and not self.several and self._fits_same_draws(state, cut, split.tolerance):
             return None
         if finding.miss <= noise > (split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM):
             return Finding.not_measured("the same rows give another loss in each pass (random numbers, a counter)")
@@ -250,13 +252,11 @@ class LossCheck:
             value, weight = self._loss(state, rows)
             totals.append(np.array((value if self.network.weighted else value * weight, weight)))
         change, scale = totals[2] - totals[3], tolerance * np.abs(totals).max(0)
-        misses = np.abs(totals[0] - totals[1] - change) > scale
-        return bool(abs(change[0]) > _ORDERS * scale[0] and not misses.any())
+        return bool(abs(change[0]) > _ORDERS * scale[0] and (np.abs(totals[0] - totals[1] - change) <= scale).all())
 
     def _judge_attributes(self, loss: Callable[[Rows], Loss], rows: Rows) -> Finding | None:
         """Return the finding for a loss that depends on attributes which the first micro batch has set."""
-        changes = self.changes
-        if changes is None or not changes.attributes:
+        if not ((changes := self.changes) and changes.attributes):
             return None
         now = loss(rows)
         noise = _noise(loss, [(rows, now)], self._split(now))

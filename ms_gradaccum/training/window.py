@@ -70,6 +70,7 @@ class Window:
         # At each batch of the open window the learning rates, and some rows of the parameters before the first one.
         self._seen: list[list[float]] = []
         self._rows_before: list[Array] = []
+        self._moved: list[str] = []
         self._in_use = threading.Lock()
         self.updates_made = 0
 
@@ -93,7 +94,7 @@ class Window:
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
         self.count.set(counts["batches"])
-        self._seen, self._rows_before = [], []
+        self._seen, self._moved = [], []
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
@@ -119,12 +120,13 @@ class Window:
 
     def watch(self) -> None:
         """Note what must not change between the batches of the first windows."""
+        parameters = self.network.trainable_params()
+        rows = [few_rows(each).copy() for each in parameters]
         if not self._seen:
-            self._rows_before = self._rows()
+            self._rows_before, self._moved = rows, []
+        pairs = zip(parameters, self._rows_before, rows)
+        self._moved = self._moved or [repr(parameter.name) for parameter, *pair in pairs if _differ(*pair)]
         self._seen.append(self._rates())
-
-    def _rows(self) -> list[Array]:
-        return [few_rows(each).copy() for each in self.network.trainable_params()]
 
     def _rates(self) -> list[float]:
         return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
@@ -229,14 +231,12 @@ class Window:
                 f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
                 f"true."
             )
-        rows = zip(self.network.trainable_params(), self._rows_before, self._rows())
-        changed = [repr(parameter.name) for parameter, before, now in rows if _differ(before, now)]
-        if changed and len(seen) * self.network.micro_size > 1:
+        if self._moved:
             self.watched = WATCHED_WINDOWS
             warn(
                 f"For '{self.owner}', the parameters of the network must stay as they are in a window, but the loop or "
-                f"another step has changed {listed(changed, 3)} in it, so that its gradient is a mixture. Change them "
-                f"where updated is true; of several networks split whole batches, with GradAccumulation(network, "
+                f"another step has changed {listed(self._moved, 3)} in it, so that its gradient is a mixture. Change "
+                f"them where updated is true; of several networks split whole batches, with GradAccumulation(network, "
                 f"micro_size), or take all gradients before the updates."
             )
 
@@ -278,7 +278,7 @@ class Window:
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
-        self._seen, self._rows_before = [], []
+        self._seen, self._rows_before, self._moved = [], [], []
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()
