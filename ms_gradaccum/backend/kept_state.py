@@ -1,6 +1,7 @@
 """Snapshot of all state that a run of a network may change, to restore it afterwards."""
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum._checks import DamagedState, State, is_count
 from ms_gradaccum.backend.compiled import op_by_op
@@ -17,6 +17,8 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.tensors import Array as Array
 
+# The name of the module is that of a function, too.
+_SEEDS: Any = sys.modules["mindspore.common.seed"]
 # In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
 STATISTICS = "use_batch_statistics"
 # Attributes of every cell, and the marker for an attribute that did not exist.
@@ -122,7 +124,7 @@ class KeptState:
         held += [value for attributes in self.attributes for value in attributes["_buffers"].values()]
         self.contents = [(value, _content(value)) for value in held if _content(value) is not None]
         self.tensors = KeptTensors((tensor for each in networks for tensor in tensors_of(each)), copied)
-        self.random, self.kernel_seeds = random_states(), dict(_KERNEL_SEED)
+        self.random, self.kernel_seeds, self.seed = random_states(), dict(_SEEDS._KERNEL_SEED), ms.get_seed()
 
     def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
         """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
@@ -134,8 +136,13 @@ class KeptState:
     def put_back_random(self) -> None:
         """Restore the states of the generators."""
         put_random_states(self.random)
-        _KERNEL_SEED.clear()
-        _KERNEL_SEED.update(self.kernel_seeds)
+        _SEEDS._KERNEL_SEED, _SEEDS._GLOBAL_SEED = dict(self.kernel_seeds), self.seed
+
+    def draw_again(self) -> None:
+        """Let the next pass draw the same numbers as others do after this call."""
+        self.put_back_random()
+        # Without a seed MindSpore's kernels choose one.
+        _SEEDS._GLOBAL_SEED = self.seed or 1
 
     def put_back(self) -> None:
         """Restore everything."""

@@ -49,6 +49,12 @@ _ATTRIBUTES = (
 _ATTRIBUTES_BEGIN = "For 'GradAccumulation', the loss of a micro batch should not depend on those before it, but"
 
 
+_NOT_MEASURED = (
+    "For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured: {reason}. "
+    "verify(network, batch, micro_size) compares a window with its batch; check_loss=False leaves this out."
+)
+
+
 class Rows(NamedTuple):
     """Some rows of a batch. They are copied only when `tensors` is read, which saves memory."""
 
@@ -80,11 +86,21 @@ class Rows(NamedTuple):
         The rows depend on ``number``. They differ most in padding or masks, recognised as the smallest or largest value
         of a tensor. The three parts are a mixed half and the rest of each unlike half.
         """
-        filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
-        order = np.argsort(filled, kind="stable")
+        order = np.argsort(self._filled(), kind="stable")
         unlike, mixed = self._cut(most, number, order, False), self._cut(most, number, order, True)
         rest = [self._replace(places=tuple(p for p in mixed[2].places if p in half.places)) for half in unlike[1:]]
         return unlike, mixed, (*mixed[:2], *rest) if all(part.size for part in rest) else None
+
+    def micro_batches(self, parts: int) -> "Cut":
+        """Return those of so many equal micro batches that differ most, up to four; none if there are no equal ones."""
+        size = self.size // parts
+        if parts == 1 or size == 1 or self.size % parts:
+            return ()
+        order = np.argsort(self._filled().reshape(parts, size).mean(1), kind="stable").tolist()
+        return tuple(self.take(range(i * size, (i + 1) * size)) for i in (*order[:2], *order[2:][-2:]))
+
+    def _filled(self) -> Array:
+        return sum((_filled(*pair, self.size) for pair in zip(self.sources, self.axes)), np.zeros(self.size))
 
     def _cut(self, most: int, number: int, order: Array, mixed: bool) -> "Cut":
         half = min(most, self.size) // 2
@@ -188,6 +204,12 @@ class Finding(NamedTuple):
 
     miss: float
     text: str
+    of_loss: bool = True
+
+    @staticmethod
+    def not_measured(reason: str) -> "Finding":
+        """Return the finding for a loss of which nothing is known."""
+        return Finding(math.nan, _NOT_MEASURED.format(reason=reason.rstrip(".")))
 
 
 def judge(split: Split, parts: int, twice: tuple[float, float, float] | None = None) -> Finding | None:
@@ -243,12 +265,13 @@ def _judge_pairs(split: Split) -> Finding | None:
 
 def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
     """Return the finding for a loss whose parts add up, but not their gradients. Equal parts hide their weights."""
-    return _finding(miss, _PAIR_GRADIENT, _PAIR_BEGIN) if weighted else _finding(miss, _GRADIENT if shows else _WEIGHTS)
+    reason, begin = (_PAIR_GRADIENT, _PAIR_BEGIN) if weighted else (_GRADIENT if shows else _WEIGHTS, _BEGIN)
+    return _finding(miss, reason, begin)._replace(of_loss=False)
 
 
 def other_attributes(miss: float, names: str) -> Finding:
     """Return the finding for a loss that changes with the attributes ``names``, which the first micro batch sets."""
-    return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)
+    return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)._replace(of_loss=False)
 
 
 def _finding(miss: float, reason: str, begin: str = _BEGIN, **values: object) -> Finding:

@@ -6,16 +6,14 @@ from functools import partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.backend.compiled import Compiled, Eager, op_by_op, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, Changes, KeptState, as_array, kept
-from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.kept_state import Array, Changes, KeptState, kept
 from ms_gradaccum.batch.loss_parts import Cut, Finding, Loss, Rows, Split, judge, other_attributes, other_gradient
-from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
+from ms_gradaccum.training.rows_gradient import GradientOfRows, can_differentiate, sums_of
 from ms_gradaccum.training.settings import StepSettings
 
 # A correct loss differs only by the rounding of a sum in another order. In float32 that is some hundred units in the
@@ -25,10 +23,11 @@ TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 _SURE, _ORDERS = 1e-2, 10
 # The error of a random loss counts only above _DRAWS standard deviations, from _REPEATS draws, up to a noise limit.
 _DRAWS, _REPEATS, _TOO_RANDOM = 10, 8, 0.5
-# Gradients suffer more cancellation than losses. For each parameter, some sums of its gradient with random signs are
-# compared. Few rows are differentiated, because op by op they may take more memory than in a graph.
+# A loss that seems to draw no random numbers is run again _AGAIN times. A rare effect may be _SEEN times as large.
+_AGAIN, _SEEN = 3, 3
+# Gradients suffer more cancellation than losses. Few rows are differentiated, because op by op they may take more
+# memory than in a graph.
 _GRADIENT, _FEW_ROWS = 1e-3, 4
-_SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, 9973))
 # Tensors up to this size are always copied, in case that only a forward pass outside of training changes them.
 _SMALL = 2**16
 # The last batch that is measured.
@@ -36,10 +35,6 @@ _LAST = 64
 _OWNER = "GradAccumulation"
 # Classes of cells in evaluation mode during the measurement: random cells and those with batch statistics, or all.
 _AS_IN_TRAINING, _IN_EVALUATION = ("Drop", "BatchNorm"), ("",)
-_NOT_MEASURED = (
-    "For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured: {reason}. "
-    "verify(network, batch, micro_size) compares a window with its batch; check_loss=False leaves this out."
-)
 _MOVES = (
     "For 'GradAccumulation', the forward pass should leave what no optimizer updates as it is, but it changes {names}: "
     "each micro batch does so, and the next one sees it. Change it at the end of an update, as in a callback's "
@@ -65,6 +60,8 @@ class LossCheck:
         self.batches = 0
         self.is_done = network.is_cached or not settings.check_loss
         self.has_warned = False
+        # True once the same rows had another loss, or rows were in groups: then gradients of few rows prove nothing.
+        self.is_rough = False
         # The only row of the batch before.
         self.row: Rows | None = None
         # The changes by the first micro batch; None if no micro batch has run.
@@ -133,7 +130,23 @@ class LossCheck:
             # Avoid single rows, which are no micro batch here: on CPU, BinaryCrossEntropy of one element is doubled.
             cuts = [tuple(each.take([*range(each.size)] * 2) for each in cut) for cut in cuts]
             finding = self.measure_cuts(cuts, parts, gradient)
-        return finding
+        # Rows of one group (a preference pair, the answers to a prompt) may meet if each micro batch has whole groups.
+        cut = rows.micro_batches(parts) if finding and finding.of_loss and not self.several else ()
+        in_groups = bool(cut) and self._fits(cut, parts)
+        self.is_rough |= in_groups
+        return None if in_groups else finding
+
+    def _fits(self, cut: Cut, parts: int) -> bool:
+        """Return whether the loss of the first micro batch joined with each other one is the mean of their losses."""
+        self.eager, self.evaluated = True, _AS_IN_TRAINING
+        try:
+            with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
+                state.evaluate(self.evaluated)
+                pairs = ((cut[0].joined(each) or each, cut[0], each) for each in cut[1:])
+                splits = [self._split(*(self._loss(state, rows) for rows in pair)) for pair in pairs]
+        except Exception:
+            return False
+        return all(split.shows() and judge(split, parts) is None for split in splits)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in ``parts`` parts, by the first cut that shows it, or None."""
@@ -159,8 +172,8 @@ class LossCheck:
                 return self._judge_all(state, cuts, parts, gradient)
         except Exception as error:
             if "'network' must return its" in first_line(error):
-                return not_measured("out of training it returns no scalar loss")
-            return not_measured(f"a part of a batch raises {type(error).__name__}: {first_line(error)}")
+                return Finding.not_measured("out of training it returns no scalar loss")
+            return Finding.not_measured(f"a part of a batch raises {type(error).__name__}: {first_line(error)}")
 
     def _judge_all(self, state: KeptState, cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
         loss, part = partial(self._loss, state), cuts[0][1]
@@ -184,12 +197,12 @@ class LossCheck:
                 break
             whole = loss(cut[0]) if self.several else known.get(cut[0].places) or loss(cut[0])
             split = self._split(whole, *map(loss, cut[1:]))
-            found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
+            found, known[cut[0].places] = self._judge(state, cut, split, parts), whole
             finding = finding or found
             doubtful += [(cut, split.shows())] if not split.shows() or (gradient and cut is cuts[0]) else []
         # If the network is random in evaluation mode too, the noise of its gradient is unknown.
-        is_exact = self.evaluated is _AS_IN_TRAINING and not self.several
-        if finding is None and doubtful and is_exact and self._can_differentiate():
+        is_exact = self.evaluated is _AS_IN_TRAINING and not (self.is_rough or self.several)
+        if finding is None and doubtful and is_exact and can_differentiate(self.network, self.parameters):
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
         return finding or (None if self.several else self._judge_attributes(loss, part))
@@ -202,15 +215,18 @@ class LossCheck:
             tolerance = TOLERANCES[ms.float16]
         return Split(whole, parts, self.network.weighted, max(self.tolerance, tolerance))
 
-    def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, split: Split, parts: int) -> Finding | None:
-        finding = judge(split, parts)
-        again = loss(cut[0]) if finding or self.several else split.whole
+    def _judge(self, state: KeptState, cut: Cut, split: Split, parts: int) -> Finding | None:
+        finding, loss = judge(split, parts), partial(self._loss, state)
+        # Rare random events are often absent, so that only one of these passes had an error.
+        passes = [(cut[0], split.whole)] if self.several else _AGAIN * [*zip(cut, split.losses)]
+        noise = _noise(loss, passes, split) if finding or self.several else 0.0
         if finding is None or not math.isfinite(finding.miss):
             return finding
-        noise = _noise(loss, cut[0], split, split.whole, again)
-        most = split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM
-        if noise > most and finding.miss <= noise:
-            return not_measured("the same rows give another loss in each pass (random numbers, a counter)")
+        self.is_rough |= noise > split.tolerance
+        if noise > split.tolerance and not self.several and self._fits_same_draws(state, cut, split.tolerance):
+            return None
+        if finding.miss <= noise > (split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM):
+            return Finding.not_measured("the same rows give another loss in each pass (random numbers, a counter)")
         if finding.miss <= noise or self.several:
             return finding if finding.miss > noise else None
         if finding.miss < _SURE:
@@ -226,13 +242,25 @@ class LossCheck:
         alone = max(abs(loss(half).value - split.parts[places[1]].value) for half in halves)
         return judge(split, parts, (loss(twice).value, loss(more).value if more is not None else math.nan, alone))
 
+    def _fits_same_draws(self, state: KeptState, cut: Cut, tolerance: float) -> bool:
+        """Return whether exchanging rows changes the loss by their share when each pass draws the same random numbers.
+
+        The first rows of a pass get the same numbers as the first rows of any other pass.
+        """
+        (first, second), totals = (part.take(range(min(cut[1].size, cut[2].size))) for part in cut[1:3]), []
+        for rows in (first.joined(second) or first, second.joined(second) or first, first, second):
+            state.draw_again()
+            value, weight = self._loss(state, rows)
+            totals.append(np.array((value if self.network.weighted else value * weight, weight)))
+        change, scale = totals[2] - totals[3], tolerance * np.abs(totals).max(0)
+        return bool(abs(change[0]) > _ORDERS * scale[0] and (np.abs(totals[0] - totals[1] - change) <= scale).all())
+
     def _judge_attributes(self, loss: Callable[[Rows], Loss], rows: Rows) -> Finding | None:
         """Return the finding for a loss that depends on attributes that the first micro batch has set."""
-        changes = self.changes
-        if changes is None or not changes.attributes:
+        if not ((changes := self.changes) and changes.attributes):
             return None
-        now, again = loss(rows), loss(rows)
-        noise = _noise(loss, rows, self._split(now, again), now, again)
+        now = loss(rows)
+        noise = _noise(loss, [(rows, now)], self._split(now))
         changes.put_back_attributes()
         try:
             split = self._split(loss(rows), now)
@@ -241,27 +269,23 @@ class LossCheck:
         miss = split.relative(split.whole.value - now.value)
         return other_attributes(miss, listed(changes.names(), 3)) if miss > max(split.tolerance, noise) else None
 
-    def _can_differentiate(self) -> bool:
-        """Return whether the gradients are dense and their pass calls no user hook, which might record them."""
-        hooked = any(parameter.hooks() for parameter in self.parameters)
-        return not (hooked or sparse_lookup(self.network) or NetworkCode(self.network.network).has_hooks())
-
     def _judge_gradient(self, state: KeptState, cut: Cut, shows: bool) -> Finding | None:
         """Return the finding from the gradients of rows whose losses show no error."""
         first, second = (part.take(range(min(part.size, _FEW_ROWS // 2))) for part in cut[1:3])
         both = first.joined(second) or first
-        whole, *parts = (self._gradient(state, rows, rows.size / both.size) for rows in (both, first, second))
+        passes = [(rows, rows.size / both.size) for rows in (both, first, second)]
+        whole, *parts = (self._gradient(state, *each) for each in passes)
         size = max(map(np.linalg.norm, (whole, *parts)))
         miss = float(np.linalg.norm(whole - sum(parts)) / size) if size else 0.0
         if not miss > max(self.tolerance, _GRADIENT):
             return None
-        noise = float(np.linalg.norm(whole - self._gradient(state, both, 1.0)) / size)
+        again = [self._gradient(state, *each) for each in _AGAIN * passes]
+        noise = max(map(np.linalg.norm, np.array(again) - _AGAIN * [whole, *parts])) / size
         return None if miss <= _DRAWS * noise else other_gradient(miss, shows, self.network.weighted)
 
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
         """Return random-sign sums of the gradient of rows that are a share of a batch in training."""
-        grads = (as_array(grad).reshape(-1) for grad in self._run(state, rows, share, of_gradient=True))
-        return np.concatenate([[grad @ np.resize(signs, grad.size) for signs in _SIGNS] for grad in grads])
+        return sums_of(self._run(state, rows, share, of_gradient=True))
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
         value, weight = (float(number.asnumpy()) for number in self._run(state, rows, 1.0))
@@ -292,43 +316,18 @@ class LossCheck:
         return found
 
 
-def _noise(loss: Callable[[Rows], Loss], rows: Rows, split: Split, first: Loss, again: Loss) -> float:
+def _noise(loss: Callable[[Rows], Loss], passes: Sequence[tuple[Rows, Loss]], split: Split) -> float:
     """Return how much the losses of the same rows differ between passes, relative to the losses of a split."""
-    noise = split.relative(again.value - first.value)
-    if noise <= split.tolerance:
-        return noise
-    draws = [again.value, *(loss(rows).value for _ in range(_REPEATS))]
-    return _DRAWS * split.relative(float(np.std(draws, ddof=1)))
-
-
-class LossLessMean(nn.Cell):
-    """The loss of some rows. Its gradient is that of mean times weight, where the weight may depend on parameters."""
-
-    def __init__(self, loss: WeightedLoss) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = loss
-
-    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, Tensor]:
-        total, weight = self.loss(share, *tensors)
-        return total - ops.stop_gradient(total * reciprocal(weight)) * weight, weight
-
-
-class GradientOfRows(nn.Cell):
-    def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.gradient = ops.grad(LossLessMean(loss), None, parameters, has_aux=True)
-
-    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, ...]:
-        grads: tuple[Tensor, ...] = self.gradient(share, *tensors)[0]
-        return grads
-
-
-def not_measured(reason: str) -> Finding:
-    """Return the finding for a loss that could not be measured."""
-    return Finding(math.nan, _NOT_MEASURED.format(reason=reason.rstrip(".")))
+    difference, (whole, _) = 0.0, passes[0]
+    for rows, known in passes:
+        difference = max(difference, split.relative(loss(rows).value - known.value))
+        if difference > split.tolerance:
+            draws = [loss(whole).value for _ in range(_REPEATS)]
+            return max(_DRAWS * split.relative(float(np.std(draws, ddof=1))), _SEEN * difference)
+    return difference
 
 
 @_primexpr
 def warn_of_larger_graph() -> None:
     """Warn, while a larger graph is compiled, that it trains a loss that is not measured."""
-    warn(not_measured("the step is part of a larger graph").text)
+    warn(Finding.not_measured("the step is part of a larger graph").text)

@@ -19,6 +19,7 @@ from ms_gradaccum.backend.compiled import Compiled, graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
+from ms_gradaccum.batch.loss_parts import Finding
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -26,7 +27,6 @@ from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, warn_of_no_end
@@ -118,7 +118,7 @@ class PartitionedStep(Step):
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         if self.is_unmeasured:
             self.is_unmeasured = False
-            warn(not_measured("the compiler partitions the whole step").text)
+            warn(Finding.not_measured("the compiler partitions the whole step").text)
         self.is_called = True
         self.events.tell("on_update_begin")
         with graph_mode():

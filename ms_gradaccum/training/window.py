@@ -2,15 +2,15 @@
 
 import math
 import threading
-import weakref
 from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, listed, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.kept_state import Array, few_rows
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
@@ -29,13 +29,8 @@ from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gr
 WATCHED_WINDOWS = 4
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-# All windows of the program: one may update another's network.
-_windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
-_MIXTURE = (
-    "For '{owner}', the parameters of the network must stay as they are in a window, but another step has updated some "
-    "between its batches, so that its gradient is a mixture if its loss uses them. Split whole batches, with "
-    "GradAccumulation(network, micro_size), or take all gradients before the updates."
-)
+# A parameter that was changed and restored may differ by this share of its largest value.
+_RESTORED = 1e-5
 
 
 class Window:
@@ -72,13 +67,13 @@ class Window:
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The other windows that update parts of the network; and, for each batch of the open window, the learning rates
-        # and the numbers of updates of these other windows.
-        self._others: list[Window] = []
-        self._seen: list[tuple[list[float], list[int]]] = []
+        # For each batch of the open window the learning rates; some rows of the parameters before its first batch; and
+        # the names of the parameters that have changed since.
+        self._seen: list[list[float]] = []
+        self._rows_before: list[Array] = []
+        self._moved: list[str] = []
         self._in_use = threading.Lock()
         self.updates_made = 0
-        _windows.add(self)
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
@@ -100,6 +95,7 @@ class Window:
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
         self.count.set(counts["batches"])
+        self._seen, self._moved = [], []
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
@@ -125,17 +121,16 @@ class Window:
 
     def watch(self) -> None:
         """In the first windows, record the values that must not change between the batches."""
+        parameters = self.network.trainable_params()
+        rows = [few_rows(each).copy() for each in parameters]
         if not self._seen:
-            own = {id(parameter) for parameter in self.network.get_parameters()}
-            self._others = [each for each in _windows if each is not self and each.updates_any(own)]
-        self._seen.append((self._rates(), [each.updates_made for each in self._others]))
+            self._rows_before, self._moved = rows, []
+        pairs = zip(parameters, self._rows_before, rows)
+        self._moved = self._moved or [repr(parameter.name) for parameter, *pair in pairs if _differ(*pair)]
+        self._seen.append(self._rates())
 
     def _rates(self) -> list[float]:
         return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
-
-    def updates_any(self, parameters: set[int]) -> bool:
-        """Return whether this window updates some of these parameters, given by their ids."""
-        return any(id(each) in parameters for reducer in self.reducers for each in reducer.replicas())
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
@@ -228,18 +223,23 @@ class Window:
         return report
 
     def _check_changes(self) -> None:
-        """Warn if the learning rate, or parameters of another step, have changed between a window's batches."""
+        """Warn if the learning rate, or a parameter of the network, has changed between the batches of a window."""
         seen, self.is_watched = self._seen, self.ended < WATCHED_WINDOWS
-        if any(rates != seen[0][0] for rates, _ in seen):
+        if any(rates != seen[0] for rates in seen):
             self.is_watched = False
             warn(
                 f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
                 f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
                 f"true."
             )
-        if any(updates != seen[0][1] for _, updates in seen):
+        if self._moved:
             self.is_watched = False
-            warn(_MIXTURE.format(owner=self.owner))
+            warn(
+                f"For '{self.owner}', the parameters of the network must stay as they are in a window, but the loop or "
+                f"another step has changed {listed(self._moved, 3)} in it, so that its gradient is a mixture. Change "
+                f"them where updated is true; of several networks split whole batches, with GradAccumulation(network, "
+                f"micro_size), or take all gradients before the updates."
+            )
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""
@@ -279,13 +279,17 @@ class Window:
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
-        self._seen, self._others = [], []
+        self._seen, self._rows_before, self._moved = [], [], []
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()
         # Windows of one batch are not counted.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
+
+
+def _differ(before: Array, now: Array) -> bool:
+    return float(np.abs(now - before).max(initial=0.0)) > _RESTORED * float(np.abs(before).max(initial=0.0))
 
 
 def _why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:

@@ -1,6 +1,7 @@
 """Loops over prepared datasets: the end of the data, breaks, nested loops, validation in mid-window."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -8,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_toy import X, batches, descend, weight_of
 from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
 
-from ms_gradaccum import load_state, save_state
+from ms_gradaccum import Accumulator, load_state, save_state
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
@@ -301,3 +302,57 @@ def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
     list(train(accumulator, accumulator.prepare([batch(*part) for part in parts])))
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
     assert global_step(accumulator) == 1
+
+
+def loop_by_hand(change, gradients=lambda grads: grads):
+    """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
+    network, accumulator = toy_loop(2)
+    accumulator.windows[0].watched, accumulator.windows[0].norms = 0, []
+    grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in FOUR:
+            loss, grads = grad_fn(*each)
+            accumulator(gradients(grads), 2, loss)
+            change(accumulator, network.weight)
+    return [str(each.message) for each in caught]
+
+
+def multiplied(accumulator, weight, factor=0.9):
+    weight.set_data(weight * factor + 0.01)
+
+
+def put_back(accumulator, weight):
+    multiplied(accumulator, weight)
+    weight.set_data((weight - 0.01) / 0.9)
+
+
+def after_updates(accumulator, weight):
+    if accumulator.updated:
+        multiplied(accumulator, weight)
+
+
+@pytest.mark.parametrize("change, count", [(multiplied, 1), (put_back, 0), (after_updates, 0)])
+def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, count):
+    """A clip of the weights after each batch makes the gradient of a window a mixture."""
+    said = loop_by_hand(change)
+    assert ["has changed 'weight' in it, so that its gradient is a mixture" in each for each in said] == (
+        [True] * count
+    )
+
+
+@pytest.mark.parametrize("limit, count", [(0.1, 1), (1e6, 0)])
+def test_a_clip_of_each_batch_by_hand_is_named(limit, count):
+    network = nn.Dense(3, 2)
+    accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
+    grad_fn = value_and_grad(lambda x: network(x).square().mean(), None, network.trainable_params())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in np.random.default_rng(0).normal(size=(8, 2, 3)).astype(np.float32):
+            loss, grads = grad_fn(Tensor(rows))
+            accumulator(ops.clip_by_global_norm(grads, limit), 2, loss)
+    assert ["clip=ClipByGlobalNorm(0.1)" in str(each.message) for each in caught] == [True] * count
+
+
+def test_the_same_gradients_twice_are_not_clipped():
+    assert loop_by_hand(lambda *_: None, lambda grads: tuple(ops.ones_like(grad) for grad in grads)) == []

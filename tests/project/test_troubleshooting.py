@@ -257,12 +257,12 @@ def a_sum_over_rows(*_):
 
 
 @says("For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured")
-def a_loss_of_pairs_of_rows(*_):
-    class Pairs(Returning):
+def a_loss_of_four_rows(*_):
+    class OfFour(Returning):
         def construct(self, x, y):
-            return super().construct(x, y) + 0 * x.reshape(-1, 4).mean()
+            return super().construct(x, y) + 0 * x.reshape(4, 1).mean()
 
-    step_of(GradAccumulation(Pairs(lambda loss: loss), 2))(*LINES)
+    step_of(GradAccumulation(OfFour(lambda loss: loss), 2))(*LINES)
 
 
 @says("For 'GradAccumulation', sums and weights of a loss with weighted=True should add up")
@@ -354,6 +354,14 @@ def another_step_of_a_part_of_the_network(*_):
     for _ in range(2):
         for step in steps:
             step(*LINES)
+
+
+@says("For 'Accumulator', the gradients of a batch should be given as they are")
+def gradients_that_are_clipped_batch_by_batch(*_):
+    cell = loss_cell()
+    accumulator = Accumulator(cell, sgd(cell), 2)
+    for sign in (1.0, -1.0):
+        accumulator([ops.full_like(each, sign) for each in cell.trainable_params()])
 
 
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")

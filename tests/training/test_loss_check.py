@@ -2,6 +2,8 @@
 
 import random
 import re
+import sys
+import uuid
 import warnings
 
 import mindspore as ms
@@ -22,6 +24,7 @@ from ms_gradaccum.training import loss_check
 from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.settings import StepSettings
 
+CHANCE = np.random.default_rng()
 NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
 
 
@@ -113,7 +116,7 @@ def test_a_training_is_the_same_with_it_to_the_bit(small, eager, monkeypatch):
     measure = LossCheck.measure
     monkeypatch.setattr(LossCheck, "measure", lambda *args: (runs.append(1), measure(*args))[1])
     with_it = everything_trained(True)
-    assert len(runs) == 1  # The loss is another in each pass, which is said once.
+    assert len(runs) == 3  # Those of batches 1, 2 and 4.
     assert with_it == everything_trained(False)
 
 
@@ -231,7 +234,7 @@ def test_a_gradient_is_measured_op_by_op_as_well(monkeypatch):
 
 def test_what_only_op_by_op_is_random_is_measured_as_a_graph(monkeypatch):
     def scaled(self, x, y):
-        return (self.net(x) - y).square().mean() * random.random()
+        return (self.net(x) - y).square().mean() * uuid.uuid4().fields[0]
 
     for mode, is_random in ((ms.GRAPH_MODE, False), (ms.PYNATIVE_MODE, True)):
         ms.set_context(mode=mode)
@@ -579,15 +582,74 @@ def test_dropout_of_any_kind_is_no_finding(eager):
     assert said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)]) == []
 
 
-def test_what_cannot_be_measured_is_said(eager):
-    def in_pairs(self, x):
-        return self.net(x).reshape(-1, 2, 3).square().mean()
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("keep", [0.8, 0.95])
+def test_what_is_seldom_dropped_is_no_finding(keep, batch, eager):
+    """Passes that draw the same numbers by chance do not make those that miss a finding."""
 
-    (said,) = said_by(lambda: step_of(Of(in_pairs), 8)(Tensor(X)))
+    def stochastic_depth(self, x, y):
+        rows = 1 if batch else x.shape[0]
+        out = self.net(x)
+        return (out + ops.tanh(out) * (ops.rand(rows, 1) < keep) / keep - y).square().mean()
+
+    def trained(seed):
+        ms.set_seed(seed)
+        step = step_of(Of(stochastic_depth))
+        return [step(Tensor(X), Tensor(Y)) for _ in range(4)]
+
+    assert said_by(lambda: [trained(seed) for seed in range(6)]) == []
+
+
+@pytest.mark.parametrize("reduction, count", [("mean", 0), ("sum", 1), ("mask", 1)])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_loss_that_draws_much_is_measured_with_the_same_numbers(seed, reduction, count, eager, monkeypatch):
+    """A flow or a diffusion model draws times and noise, each for itself, in its loss cell."""
+
+    def flow(self, x, y):
+        noise, time = ops.randn(y.shape), ops.rand(y.shape[0], 1)
+        error = (self.net(x) + (1 - time) * noise + time * y).square()
+        mask = (ops.rand(y.shape) < 0.5).astype(ms.float32)
+        return {"mean": error.mean, "sum": error.sum, "mask": lambda: (error * mask).sum() / mask.sum()}[reduction]()
+
+    monkeypatch.setattr(sys.modules["mindspore.common.seed"], "_GLOBAL_SEED", seed)
+    step = step_of(Of(flow), learning_rate=1e-3)
+    assert len(said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)])) == count
+    assert ms.get_seed() == seed
+
+
+@pytest.mark.parametrize("group, count", [(4, 0), (2, 0), (8, 1)])
+def test_groups_of_rows_that_stay_together_are_right(group, count, network_mode):
+    """Advantages of the answers to a prompt; those of 8 answers are cut into micro batches of 4."""
+
+    def grpo(self, x, y):
+        rewards = y[:, 0].reshape(-1, min(group, x.shape[0]))
+        advantages = (rewards - rewards.mean(1, keep_dims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
+        return -(self.net(x)[:, 0] * advantages.reshape(-1)).mean()
+
+    assert len(X) == 16
+    step = step_of(Of(grpo))
+    assert len(said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)])) == count
+
+
+def test_a_token_mean_is_told_where_its_first_micro_batches_fit(eager):
+    mask = np.repeat([1.0, 1.0, 1.0, 0.0], 4).astype(np.float32) * np.ones((3, 1), np.float32)
+
+    def masked(self, x, y, mask):
+        return ((self.net(x) - y).square() * mask).sum() / (mask.sum() + 1e-6)
+
+    (said,) = said_by(lambda: step_of(Of(masked))(Tensor(X), Tensor(Y), Tensor(mask.T)))
+    assert "a mean over something else" in said
+
+
+def test_what_cannot_be_measured_is_said(eager):
+    def of_two_rows(self, x):
+        return self.net(x).reshape(2, 3).square().mean()
+
+    (said,) = said_by(lambda: step_of(Of(of_two_rows), 8)(Tensor(X)))
     assert f"{NAME}that could not be measured: a part of a batch raises" in said and "verify(" in said
 
     def noise(self, x):
-        return self.net(x).square().mean() + ops.standard_normal((1,))[0]
+        return self.net(x).square().mean() + CHANCE.random()
 
     (said,) = said_by(lambda: step_of(Of(noise))(Tensor(X)))
     assert "the same rows give another loss in each pass" in said
