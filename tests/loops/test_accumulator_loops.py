@@ -307,7 +307,7 @@ def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
 def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
     network, accumulator = toy_loop(2)
-    accumulator.windows[0].watched, accumulator.windows[0].norms = 0, []
+    vars(accumulator.windows[0]).update(is_watched=True, ended=0, norms=[])
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
