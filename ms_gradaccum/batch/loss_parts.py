@@ -188,10 +188,10 @@ class Split(NamedTuple):
         difference = self.whole.weight - sum(part.weight for part in self.parts)
         return _relative(difference, [loss.weight for loss in self.losses])
 
-    def shows(self) -> bool:
-        """Return whether the means of the parts differ. Equal means may hide a wrong weight."""
+    def shows(self, times: float = 1.0) -> bool:
+        """Return whether the means of the parts differ by the tolerance. Equal means may hide a wrong weight."""
         means = [each.value / each.weight if self.weighted and each.weight else each.value for each in self.parts]
-        return _relative(max(means) - min(means), means) > self.tolerance
+        return _relative(max(means) - min(means), means) > times * self.tolerance
 
 
 def _relative(difference: float, numbers: Sequence[float]) -> float:

@@ -131,6 +131,7 @@ class BatchCount:
     is_ahead = False  # True if the host has not written its number yet.
     is_stale = False  # True if the parameter may have been written after the host has read it.
     is_changed = False  # True if the number was changed elsewhere after the host set it.
+    writes = 0  # The number of reads after others, such as the loading of a checkpoint, have written the parameter.
 
     def __init__(self, buffer: GradientBuffer) -> None:
         self.buffer, self.parameter = buffer, buffer.batches
@@ -148,7 +149,7 @@ class BatchCount:
             self.set(self.known)
         found = int(self.parameter.asnumpy())
         self.is_changed = self.is_changed or found != self.known
-        self.known, self.is_stale = found, False
+        self.known, self.is_stale, self.writes = found, False, self.writes + self.is_stale
         return found
 
     def set(self, batches: int, writes: bool = True) -> None:

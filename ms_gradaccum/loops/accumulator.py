@@ -257,8 +257,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Return ``loss`` times the loss scale. Differentiate this product if you compute gradients yourself.
 
         Args:
-            loss (Tensor): A loss, of any shape and floating-point dtype. network (Cell, optional): The network, if
-            there are several. Default: ``None``, the only one.
+            loss (Tensor): A loss, of any shape and floating-point dtype.
+            network (Cell, optional): The network, if there are several. Default: ``None``, the only one.
         """
         check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()

@@ -1,6 +1,5 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, as_array
+from ms_gradaccum.backend.kept_state import as_array
 from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.plain_state import assign_in_place
@@ -31,9 +30,6 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
-# The norms of the first _SEEN_NORMS gradients from the caller are compared, if these have at most _MOST elements, which
-# are copied from the device. A relative difference below _SAME is rounding.
-_SEEN_NORMS, _MOST, _SAME = 4, 2**24, 1e-6
 
 
 class TrainedNetwork(Window):
@@ -68,7 +64,6 @@ class TrainedNetwork(Window):
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         self.mistakes: Counter[str] = Counter()
-        self.norms: list[tuple[float, float]] = []
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.at_once = self.add_grads_cell.fits_kernels()
@@ -123,12 +118,12 @@ class TrainedNetwork(Window):
         number = check_loss(_OWNER, loss)
         _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
-        if self.is_watched:
-            self.watch()
+        if self.watch.is_on:
+            self.watch.begin_batch()
         counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
-        if self.ended == 0 and len(self.norms) < _SEEN_NORMS and sum(each.size for each in added) <= _MOST:
-            self._note_norm([as_array(each) for each in added])
+        if self.watch.is_on and self.settings.accumulation_steps > 1:
+            self.watch.note_gradients([as_array(each) for each in added])
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
         if self.at_once and runs_eagerly(self.settings.compiles) and fits_kernels(*(grad.dtype for grad in added)):
@@ -142,6 +137,8 @@ class TrainedNetwork(Window):
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
             self.note_first("gradients", telling)
+        if self.watch.is_on:
+            self.watch.end_batch()
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)
@@ -168,19 +165,6 @@ class TrainedNetwork(Window):
         if is_new and any(getattr(each, "grad", None) is not None for each in steps.parameters):
             remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
             self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
-
-    def _note_norm(self, grads: list[Array]) -> None:
-        """Warn if the first gradients differ but have the same norm, which means that each batch was clipped."""
-        norm = math.sqrt(sum(float(np.square(each, dtype=np.float64).sum()) for each in grads))
-        total = float(sum(each.sum() for each in grads))
-        alike = any(abs(norm - other) <= _SAME * norm and total != known for other, known in self.norms if norm)
-        self.norms += _SEEN_NORMS * [(norm, total)] if alike else [(norm, total)]
-        if alike:
-            warn(
-                f"For '{_OWNER}', the gradients of a batch should be given as they are, but different ones have the "
-                f"norm {norm:.3g}, as if each was clipped. An update clips their mean: give the Accumulator "
-                f"clip=ClipByGlobalNorm({norm:.3g}) in place of your own clip."
-            )
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that does so from the start: it calls step() too late or never."""

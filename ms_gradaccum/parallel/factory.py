@@ -142,6 +142,7 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
         f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"
         for each in parameters
     }
+    shapes |= {f"buffer {name}": f"{tuple(each.shape)} of {each.dtype}" for name, each in network.named_buffers()}
     check_agreement(owner, settings | shapes)
 
 
@@ -243,7 +244,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         require(isinstance(kind, Reduced) or not sent, owner, "network", _ALIKE, got, remedy)
         broadcast_parameters(tensors)
         warn(
-            f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
+            f"For '{owner}', the ranks started with different parameters or buffers: those of rank 0 are used. "
             f"Call {seed} with the same seed on all ranks, or load the same checkpoint."
         )
     if have_other_constants and not sent:

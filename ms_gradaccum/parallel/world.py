@@ -18,7 +18,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kept_state import few_rows
+from ms_gradaccum.backend.kept_state import few_elements
 from ms_gradaccum.backend.tensors import Array
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
@@ -171,11 +171,11 @@ def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
 
 
 def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
-    """Return a hash of ``tensors``: of names, types, shapes and values, or of a few rows if ``sampled``."""
+    """Return a hash of ``tensors``: of names, types, shapes and values, or of a few elements if ``sampled``."""
     total = hashlib.sha256()
     for each in tensors:
         total.update(f"{getattr(each, 'name', '')}{each.dtype}{each.shape}".encode())
-        total.update((few_rows(each) if sampled else each.asnumpy()).tobytes())
+        total.update((few_elements(each) if sampled else each.asnumpy()).tobytes())
     return total.hexdigest()
 
 

@@ -146,7 +146,7 @@ class LossCheck:
                 splits = [self._split(*(self._loss(state, rows) for rows in pair)) for pair in pairs]
         except Exception:
             return False
-        return all(split.shows() and judge(split, parts) is None for split in splits)
+        return all(split.shows(_ORDERS) and judge(split, parts) is None for split in splits)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in ``parts`` parts, by the first cut that shows it, or None."""

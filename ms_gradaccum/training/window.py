@@ -8,10 +8,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, listed, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kept_state import Array, few_rows
-from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
@@ -24,13 +22,10 @@ from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
+from ms_gradaccum.training.window_watch import WATCHED_WINDOWS, WindowWatch, rates_of
 
-# The number of windows in which changes of the learning rate (a read from the device) and of the network are checked.
-WATCHED_WINDOWS = 4
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-# A parameter that was changed and restored may differ by this share of its largest value.
-_RESTORED = 1e-5
 
 
 class Window:
@@ -44,7 +39,6 @@ class Window:
     is_counted = False  # True if the current batch is another loss of a batch that is already counted.
     has_loss = True  # False if the caller gave gradients of the window without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
-    is_watched = True  # True while the first windows are checked for changes between their batches.
     # With several ranks: the kind of this rank's first input (a batch or gradients), and its hash.
     first: list[str] | None = None
     ended, is_alike = 0, True  # The number of ended windows; False once the ranks have differed.
@@ -67,11 +61,7 @@ class Window:
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # For each batch of the open window the learning rates; some rows of the parameters before its first batch; and
-        # the names of the parameters that have changed since.
-        self._seen: list[list[float]] = []
-        self._rows_before: list[Array] = []
-        self._moved: list[str] = []
+        self.watch = WindowWatch(settings.owner, network, self.optimizers, self.count)
         self._in_use = threading.Lock()
         self.updates_made = 0
 
@@ -95,21 +85,23 @@ class Window:
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
         self.count.set(counts["batches"])
-        self._seen, self._moved = [], []
+        self.watch.restart()
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
-        if self.is_watched:
-            self.watch()
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
                 f"under way. Hold a lock around each batch, or give each thread a step and a network of its own."
             )
         try:
+            if self.watch.is_on:
+                self.watch.begin_batch()
             outputs = self.micro_steps.run(args, kwargs, reduces)
+            if self.watch.is_on:
+                self.watch.end_batch()
         except BaseException as error:
             self._end_failed(error, reduces)
             raise
@@ -118,19 +110,6 @@ class Window:
         self.is_reduced = reduces and self.reducers[0].overlaps
         self.note_first("batch", (args, kwargs))
         return outputs
-
-    def watch(self) -> None:
-        """In the first windows, record the values that must not change between the batches."""
-        parameters = self.network.trainable_params()
-        rows = [few_rows(each).copy() for each in parameters]
-        if not self._seen:
-            self._rows_before, self._moved = rows, []
-        pairs = zip(parameters, self._rows_before, rows)
-        self._moved = self._moved or [repr(parameter.name) for parameter, *pair in pairs if _differ(*pair)]
-        self._seen.append(self._rates())
-
-    def _rates(self) -> list[float]:
-        return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
@@ -141,6 +120,8 @@ class Window:
             batches = self.count.read()
             self.discard(for_all=True)
             warn_of_dropped(self.owner, batches - self.is_counted)
+        if not self.is_open:
+            self.watch.restart()
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
@@ -154,7 +135,9 @@ class Window:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
         if self.several and self.is_alike:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            self.is_alike = compare_ranks(self.owner, self.first or [], self._rates(), shared, not self.updates_made)
+            self.is_alike = compare_ranks(
+                self.owner, self.first or [], rates_of(self.optimizers), shared, not self.updates_made
+            )
             self.first = []
 
     def goes_on(self, error: BaseException) -> bool:
@@ -186,8 +169,8 @@ class Window:
     def close(self) -> StepOutput:
         """Update, clear the buffers and return the report. Python decides whether to update."""
         updated = self.reduce().is_updated
-        if self.is_watched:
-            self._check_changes()
+        if self.watch.is_on:
+            self.watch.end_window(is_last=self.ended >= WATCHED_WINDOWS)
         measured, clip, outputs = self.outputs or [], self.clip, []
         try:
             if not updated:
@@ -221,25 +204,6 @@ class Window:
             report = report._replace(loss=None)
         self.reset()
         return report
-
-    def _check_changes(self) -> None:
-        """Warn if the learning rate, or a parameter of the network, has changed between the batches of a window."""
-        seen, self.is_watched = self._seen, self.ended < WATCHED_WINDOWS
-        if any(rates != seen[0] for rates in seen):
-            self.is_watched = False
-            warn(
-                f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
-                f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
-                f"true."
-            )
-        if self._moved:
-            self.is_watched = False
-            warn(
-                f"For '{self.owner}', the parameters of the network must stay as they are in a window, but the loop or "
-                f"another step has changed {listed(self._moved, 3)} in it, so that its gradient is a mixture. Change "
-                f"them where updated is true; of several networks split whole batches, with GradAccumulation(network, "
-                f"micro_size), or take all gradients before the updates."
-            )
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""
@@ -279,17 +243,14 @@ class Window:
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
-        self._seen, self._rows_before, self._moved = [], [], []
+        if self.watch.is_on:
+            self.watch.restart()
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()
         # Windows of one batch are not counted.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
-
-
-def _differ(before: Array, now: Array) -> bool:
-    return float(np.abs(now - before).max(initial=0.0)) > _RESTORED * float(np.abs(before).max(initial=0.0))
 
 
 def _why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:

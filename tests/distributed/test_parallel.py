@@ -261,8 +261,8 @@ def test_processes_that_start_differently_take_the_weights_of_rank_0(processes, 
     reports = request.getfixturevalue(processes)
     assert {report["unified"] for report in reports} == {fingerprint(build_network())}
     assert reports[0]["warnings"] == [
-        "For 'TrainOneStepCell', the ranks started with different parameters: those of rank 0 are used. Call "
-        "mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
+        "For 'TrainOneStepCell', the ranks started with different parameters or buffers: those of rank 0 are used. "
+        "Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
     ]
 
 

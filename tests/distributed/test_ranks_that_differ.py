@@ -218,7 +218,7 @@ def test_other_gradients_are_told_nothing_of_their_data(key, two):
 
 
 def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(two):
-    start = "For 'TrainOneStepCell', the ranks started with different parameters: those of rank 0 are used. Call "
+    start = "For 'TrainOneStepCell', the ranks started with different parameters or buffers: those of rank 0 are used. "
     other = "For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter "
     for rank, report in enumerate(two):
         assert report["warnings drawn nothing"] == []

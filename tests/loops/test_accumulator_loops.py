@@ -3,17 +3,18 @@
 import itertools
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_toy import X, batches, descend, weight_of
+from linear_toy import X, batches, descend, sgd, weight_of
 from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
-from mindspore import Tensor, nn, ops, value_and_grad
+from mindspore import Parameter, Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
 
-from ms_gradaccum import Accumulator, load_state, save_state
+from ms_gradaccum import Accumulator, TrainOneStepCell, load_state, save_state
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
@@ -307,7 +308,10 @@ def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
 def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
     network, accumulator = toy_loop(2)
-    vars(accumulator.windows[0]).update(is_watched=True, ended=0, norms=[])
+    (window,) = accumulator.windows
+    window.ended, window.watch.is_on = 0, True
+    window.watch.restart()
+    window.watch.norms.clear()
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -352,6 +356,68 @@ def test_a_clip_of_each_batch_by_hand_is_named(limit, count):
             loss, grads = grad_fn(Tensor(rows))
             accumulator(ops.clip_by_global_norm(grads, limit), 2, loss)
     assert ["clip=ClipByGlobalNorm(0.1)" in str(each.message) for each in caught] == [True] * count
+
+
+def warnings_for(make):
+    """Warnings of a loop that gives gradients of 3 x 4 elements to an Accumulator."""
+    network = nn.Dense(4, 3, has_bias=False)
+    accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(8):
+            accumulator((Tensor(make(number).astype(np.float32)),), 2)
+    return [str(each.message) for each in caught]
+
+
+def test_gradients_that_have_one_norm_by_nature_are_not_clipped():
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(64, 4, 3))
+    assert warnings_for(lambda _: np.sign(random.normal(size=(3, 4)))) == []
+    # The sum over a batch in another order.
+    assert warnings_for(lambda _: np.add.reduce(random.permutation(rows).astype(np.float32)).T) == []
+
+
+def shifted(network):
+    network.weight.set_data(network.weight + 1)
+
+
+def test_parameters_that_change_before_a_window_or_come_with_its_sums_are_not_named(tmp_path):
+    network = nn.Dense(1, 1, has_bias=False)
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TypeError):
+            step(FOUR[0][0])
+        shifted(network)
+        step(*FOUR[0]), step(*FOUR[1])
+        step(*FOUR[0])
+        ms.save_checkpoint(step, str(tmp_path / "open.ckpt"))
+        step(*FOUR[1])
+        step(*FOUR[2])
+        ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "open.ckpt")))
+        step(*FOUR[3])
+
+
+class Moving(nn.Cell):
+    """A loss whose forward pass moves a parameter that no optimizer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Dense(1, 1, has_bias=False), Parameter(Tensor(0.0), "steps")
+
+    def construct(self, x, y):
+        ops.assign_add(self.steps, Tensor(1.0))
+        return (self.layer(x) - y).square().mean()
+
+
+def test_what_the_forward_pass_moves_is_not_changed_by_the_loop():
+    network = Moving()
+    accumulator = Accumulator(network, sgd(network.layer), 2, check_loss=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in FOUR:
+            accumulator.backward(*each)
+            accumulator.step()
 
 
 def test_the_same_gradients_twice_are_not_clipped():

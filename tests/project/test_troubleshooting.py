@@ -358,10 +358,11 @@ def another_step_of_a_part_of_the_network(*_):
 
 @says("For 'Accumulator', the gradients of a batch should be given as they are")
 def gradients_that_are_clipped_batch_by_batch(*_):
-    cell = loss_cell()
-    accumulator = Accumulator(cell, sgd(cell), 2)
-    for sign in (1.0, -1.0):
-        accumulator([ops.full_like(each, sign) for each in cell.trainable_params()])
+    cell = nn.Dense(3, 3, has_bias=False)
+    accumulator = Accumulator(cell, sgd(cell), 3)
+    for power in (1, 2, 3):
+        grad = np.arange(9, dtype=np.float32).reshape(3, 3) ** power
+        accumulator((Tensor(grad / np.linalg.norm(grad)),))
 
 
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
@@ -434,7 +435,7 @@ def other_settings_on_another_rank(monkeypatch, _):
     world.check_agreement("TrainOneStepCell", {"micro_size": 4})
 
 
-@says("For 'TrainOneStepCell', the ranks started with different parameters")
+@says("For 'TrainOneStepCell', the ranks started with different parameters or buffers")
 def other_parameters_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(factory, "strangers", lambda parameters: [1])
     monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
