@@ -61,7 +61,8 @@ class Window:
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        self.watch = WindowWatch(settings.owner, network, self.optimizers, self.count)
+        watched = None if self.comes_reduced else network
+        self.watch = WindowWatch(settings.owner, watched, self.optimizers, self.count)
         self._in_use = threading.Lock()
         self.updates_made = 0
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import nn
+from mindspore import Parameter, nn
 
 from ms_gradaccum._checks import listed, warn
 from ms_gradaccum.backend.kept_state import Array, few_elements
@@ -30,7 +30,8 @@ class WindowWatch:
 
     is_on = True  # False after the first windows, or after a warning.
 
-    def __init__(self, owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], count: BatchCount) -> None:
+    def __init__(self, owner: str, network: nn.Cell | None, optimizers: Sequence[nn.Cell], count: BatchCount) -> None:
+        # There is no ``network`` if its parameters are shards that the forward pass makes whole.
         self.owner, self.network, self.optimizers, self.count = owner, network, optimizers, count
         self.writes = 0  # `BatchCount.writes` at the last batch.
         self.norms: list[tuple[float, float]] = []
@@ -41,7 +42,7 @@ class WindowWatch:
         # The learning rates at each of its batches, elements of the parameters after the last batch, and the names of
         # the parameters that have changed between batches.
         self.rates: list[list[float]] = []
-        self.values: list[Array] = []
+        self.values: list[tuple[Parameter, Array]] = []
         self.moved: list[str] = []
 
     def begin_batch(self) -> None:
@@ -49,17 +50,15 @@ class WindowWatch:
         if self.count.writes != self.writes:  # A loaded checkpoint has the parameters and the sums of another window.
             self.restart()
             self.writes = self.count.writes
-        if self.values and not self.moved:
-            pairs = zip(self.network.trainable_params(), self.values, self._few_values())
-            self.moved = [repr(parameter.name) for parameter, *pair in pairs if _differ(*pair)]
+        if not self.moved:
+            self.moved = [repr(each.name) for each, before in self.values if _differ(before, few_elements(each))]
         self.rates.append(rates_of(self.optimizers))
 
     def end_batch(self) -> None:
         """Record the parameters after a batch, which may change some itself. The next batch must begin with them."""
-        self.values = self._few_values() if len(self.rates) < _WATCHED_BATCHES else []
-
-    def _few_values(self) -> list[Array]:
-        return [few_elements(each).copy() for each in self.network.trainable_params()]
+        network = self.network if len(self.rates) < _WATCHED_BATCHES else None
+        parameters = [] if network is None else network.trainable_params()
+        self.values = [(each, few_elements(each).copy()) for each in parameters]
 
     def end_window(self, is_last: bool) -> None:
         """Warn if the learning rate, or a parameter of the network, has changed between the batches of the window."""
