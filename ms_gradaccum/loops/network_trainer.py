@@ -123,7 +123,7 @@ class TrainedNetwork(Window):
         counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         if self.watch.is_on and self.settings.accumulation_steps > 1:
-            self.watch.note_gradients([as_array(each) for each in added])
+            self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
         if self.at_once and runs_eagerly(self.settings.compiles) and fits_kernels(*(grad.dtype for grad in added)):

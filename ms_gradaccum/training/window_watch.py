@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Parameter, nn
+from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import listed, warn
-from ms_gradaccum.backend.kept_state import Array, few_elements
+from ms_gradaccum.backend.kept_state import Array, as_array, few_elements
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.gradients.buffer import BatchCount
 
@@ -78,17 +78,18 @@ class WindowWatch:
                 f"micro_size), or take all gradients before the updates."
             )
 
-    def note_gradients(self, grads: Sequence[Array]) -> None:
+    def note_gradients(self, grads: Sequence[Tensor]) -> None:
         """Warn if three of the first gradients differ but have one norm, which means that each batch was clipped."""
         if len(self.norms) == _SEEN_NORMS or not _FEWEST <= sum(each.size for each in grads) <= _MOST:
             return
-        norm = math.sqrt(sum(float(np.square(each, dtype=np.float64).sum()) for each in grads))
-        total = float(sum(each.sum(dtype=np.float64) for each in grads))
+        arrays = [as_array(each) for each in grads]
+        norm = math.sqrt(sum(float(np.square(each, dtype=np.float64).sum()) for each in arrays))
+        total = float(sum(each.sum(dtype=np.float64) for each in arrays))
         alike = [known for other, known in self.norms if abs(norm - other) <= _SAME * norm]
         self.norms.append((norm, total))
         if len(alike) != 2 or any(abs(a - b) <= _OTHER * norm for a, b in itertools.combinations([total, *alike], 2)):
             return
-        sizes = np.abs(np.concatenate([each[each != 0.0] for each in grads]))
+        sizes = np.abs(np.concatenate([each[each != 0.0] for each in arrays]))
         if sizes.max() > sizes.min():  # Signs have one norm, too.
             warn(
                 f"For '{self.owner}', the gradients of a batch should be given as they are, but different ones have "
