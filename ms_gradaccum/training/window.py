@@ -102,7 +102,7 @@ class Window:
                 self.watch.begin_batch()
             outputs = self.micro_steps.run(args, kwargs, reduces)
             if self.watch.is_on:
-                self.watch.end_batch()
+                self.watch.end_batch(is_last)
         except BaseException as error:
             self._end_failed(error, reduces)
             raise

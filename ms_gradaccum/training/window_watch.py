@@ -54,9 +54,9 @@ class WindowWatch:
             self.moved = [repr(each.name) for each, before in self.values if _differ(before, few_elements(each))]
         self.rates.append(rates_of(self.optimizers))
 
-    def end_batch(self) -> None:
+    def end_batch(self, is_last: bool = False) -> None:
         """Record the parameters after a batch, which may change some itself. The next batch must begin with them."""
-        network = self.network if len(self.rates) < _WATCHED_BATCHES else None
+        network = None if is_last or len(self.rates) >= _WATCHED_BATCHES else self.network
         parameters = [] if network is None else network.trainable_params()
         self.values = [(each, few_elements(each).copy()) for each in parameters]
 
