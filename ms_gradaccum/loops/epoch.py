@@ -11,6 +11,7 @@ from mindspore.train.callback import Callback, LossMonitor, RunContext, _Callbac
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.kept_state import put_device_random_state
+from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
@@ -52,6 +53,7 @@ class PassSteps(Callback):
     in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
     done = 0  # The number of finished steps of all passes.
     begun = 0  # The number of steps at the beginning of this epoch.
+    before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
     run_context: RunContext = None
     sources: Sources | None = None
     resumed: PassPlace | None = None
@@ -62,7 +64,6 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
-        self.batches = self.train_step.events.batches  # The number of batches that the step has counted.
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
@@ -124,6 +125,7 @@ class PassSteps(Callback):
         self.run_context = run_context
         self.train_step.body.is_carried = self.model.last_window == "carry"
         params = run_context.original_args()
+        params.loss_scale_mananger = self.model.loss_scale_manager
         # MindSpore counts epochs by sink_size even without data sink mode.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
         self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
@@ -144,8 +146,12 @@ class PassSteps(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.in_pass, self.begun = True, self.done
+        self.before = self.train_step.open_batches(), updates_of(self.train_step.optimizer)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
+        if any(reducer.gathers for reducer in self.train_step.windows[0].reducers):
+            # In data sink mode it is a cell around the step, of which callbacks would save shards.
+            run_context.original_args().train_network = self.train_step
         # The pipeline has begun, with its first batch.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
@@ -153,19 +159,31 @@ class PassSteps(Callback):
             self.resumed = None
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        params, events = run_context.original_args(), self.train_step.events
+        params = run_context.original_args()
         self.done = params.cur_step_num
         if not isinstance(params.net_outputs, StepOutput):
-            # In data sink mode a graph has returned the items in a plain tuple.
+            # In data sink mode a graph, which is called once in an epoch, has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
-        if events.batches == self.batches and events.heard and params.net_outputs.ends_window:
-            # A graph has made this update by itself. In data sink mode, only the last update of a sink is seen.
-            events.update_end(params.net_outputs)
-        self.batches = events.batches
-        if self.done % self.steps == 0:
+            self._count(params.net_outputs)
+        self.in_pass = self.done % self.steps != 0
+        if not self.in_pass:
             self._finish_pass(params)
         if self.stop_at_invalid_loss:
             self._check_loss(params)
+
+    def _count(self, output: StepOutput) -> None:
+        """Count what a graph has trained by itself, and call the listeners. Only its last update is seen."""
+        events, (open_batches, before) = self.train_step.events, self.before
+        batches, now = self.done - self.begun, updates_of(self.train_step.optimizer)
+        windows = (open_batches + batches) // self.train_step.accumulation_steps
+        # Of an optimizer without a count, only the last window is known to be skipped.
+        is_skipped = output.ends_window and not output.is_updated
+        updates = windows - is_skipped if before is None or now is None else now - before
+        events.batches += batches
+        events.updates += updates
+        events.skipped_updates += windows - updates
+        if output.ends_window:
+            events.tell("on_update_end", output=output)
 
     def end_epoch(self, params: _InternalCallbackParam, callbacks: _CallbackManager) -> None:
         """After this process's last batch, join the steps that only other processes have batches for."""
@@ -190,7 +208,6 @@ class PassSteps(Callback):
 
     def _finish_pass(self, params: _InternalCallbackParam) -> None:
         """Apply, drop or carry an unfinished window, see `last_window`."""
-        self.in_pass = False
         if self.model.last_window == "drop":
             self.train_step.drop()
         elif self.model.last_window == "apply":
