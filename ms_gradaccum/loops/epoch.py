@@ -133,10 +133,10 @@ class PassSteps(Callback):
             params.batch_num = self.steps
             return
         is_carried = self.model.last_window == "carry" or self.steps % self.train_step.accumulation_steps == 0
+        rule, remedy = "False where some processes have more batches", "Each process then ends with its own data."
+        require(self.common == self.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
         rule = remedy = ""
-        if self.common < self.steps:
-            rule, remedy = "-1 where some processes have more batches", "Each process then ends with its own data."
-        elif self.keeps_states or self.resumed is not None:
+        if self.keeps_states or self.resumed is not None:
             rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
         elif not is_carried and self.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
