@@ -51,7 +51,8 @@ class PassSteps(Callback):
 
     in_pass = False
     in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
-    done = 0  # The number of finished steps of all passes.
+    done = 0  # The number of finished steps of all passes, by the length that a pass should have.
+    missing = 0  # The number of steps that passes were too short.
     begun = 0  # The number of steps at the beginning of this epoch.
     before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
     run_context: RunContext = None
@@ -69,7 +70,6 @@ class PassSteps(Callback):
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
         # In a pass, the number of steps on every process, and the number of batches that all processes have.
         self.steps, self.common = max(lengths), min(lengths)
-        self.left = self.steps  # The steps left in this epoch. A resumed training begins it in mid-pass.
         self._until_first_batch = ExitStack()
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
@@ -84,7 +84,6 @@ class PassSteps(Callback):
         place = place.among(self.length, self.world.size)
         self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
         self.done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
-        self.left = self.steps - (place.batches or 0)
         settings.update(initial_epoch=place.next_epoch, initial_step=self.done)
         return bool(place.next_epoch < epochs)
 
@@ -160,7 +159,7 @@ class PassSteps(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        self.done = params.cur_step_num
+        self.done = params.cur_step_num + self.missing
         if not isinstance(params.net_outputs, StepOutput):
             # In data sink mode a graph, which is called once in an epoch, has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
@@ -190,14 +189,16 @@ class PassSteps(Callback):
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
             return  # The next sink goes on with the pass.
-        batches, self.left, left = self.done - self.begun, self.steps, self.left
+        batches, left = self.done - self.begun, self.steps - self.begun % self.steps
         if self.world.size == 1 and not self.in_sinks and not stops() and batches != left:
+            self.missing += left - batches
+            self.done += left - batches
             warn(
                 f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
-                f"get_dataset_size(), but got {batches}: a window has ended in another place than the data. Make all "
-                f"passes equally long, or train in a loop of your own with an Accumulator."
+                f"get_dataset_size(), but got {batches}: a window ends inside a longer pass, and a state is saved at "
+                f"another place. Make all passes equally long, or train in a loop of your own with an Accumulator."
             )
-        while self.in_pass and not self.in_sinks and not stops():
+        while self.in_pass and self.world.size > 1 and not self.in_sinks and not stops():
             params.cur_step_num += 1
             callbacks.on_train_step_begin(self.run_context)
             params.net_outputs = self.train_step.join()
