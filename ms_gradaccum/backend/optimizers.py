@@ -156,6 +156,12 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
+def updates_of(optimizer: nn.Cell) -> int | None:
+    """Return the number of updates that the optimizer has counted, if it counts them."""
+    count = getattr(inner_optimizer(optimizer), "global_step", None)
+    return None if count is None else int(count.asnumpy().item())
+
+
 def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     """Return the factor by which the mean gradient is multiplied because the optimizer divides by it."""
     # MindSpore documents this use for `FixedLossScaleManager(scale, drop_overflow_update=False)`: its step leaves the

@@ -87,6 +87,15 @@ def _draws_in_python(dataset: object) -> bool:
     )
 
 
+def first_batch(dataset: Dataset) -> tuple[object, ...]:
+    """Return the first batch of a pass that is not trained. The random states stay as they are."""
+    before, iterator = host_random_states(), dataset.create_tuple_iterator(num_epochs=1)
+    batch = tuple(next(iterator))
+    iterator.stop()  # Its threads draw random numbers, too.
+    put_random_states(before)
+    return batch
+
+
 @contextmanager
 def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
     """Make iterators over ``dataset`` that begin in this context skip its first batches, as if they had been taken."""

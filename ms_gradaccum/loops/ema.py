@@ -176,6 +176,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         # In a larger sink, the EMA would see only the last update.
         size = params.get("sink_size") if params.get("dataset_sink_mode") else 1
         require(size == 1, _OWNER, "sink_size", "1 in data sink mode", size, "Or train with dataset_sink_mode=False.")
+        self.start()  # A graph does not announce its updates.
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         if not self.evaluate:

@@ -11,6 +11,7 @@ from mindspore.train.callback import Callback, LossMonitor, RunContext, _Callbac
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.kept_state import put_device_random_state
+from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
@@ -50,8 +51,10 @@ class PassSteps(Callback):
 
     in_pass = False
     in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
-    done = 0  # The number of finished steps of all passes.
+    done = 0  # The number of finished steps of all passes, by the length that a pass should have.
+    missing = 0  # The number of steps that passes were too short.
     begun = 0  # The number of steps at the beginning of this epoch.
+    before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
     run_context: RunContext = None
     sources: Sources | None = None
     resumed: PassPlace | None = None
@@ -62,13 +65,11 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
-        self.batches = self.train_step.events.batches  # The number of batches that the step has counted.
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
         # In a pass, the number of steps on every process, and the number of batches that all processes have.
         self.steps, self.common = max(lengths), min(lengths)
-        self.left = self.steps  # The steps left in this epoch. A resumed training begins it in mid-pass.
         self._until_first_batch = ExitStack()
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
@@ -83,7 +84,6 @@ class PassSteps(Callback):
         place = place.among(self.length, self.world.size)
         self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
         self.done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
-        self.left = self.steps - (place.batches or 0)
         settings.update(initial_epoch=place.next_epoch, initial_step=self.done)
         return bool(place.next_epoch < epochs)
 
@@ -124,6 +124,7 @@ class PassSteps(Callback):
         self.run_context = run_context
         self.train_step.body.is_carried = self.model.last_window == "carry"
         params = run_context.original_args()
+        params.loss_scale_mananger = self.model.loss_scale_manager
         # MindSpore counts epochs by sink_size even without data sink mode.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
         self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
@@ -131,10 +132,10 @@ class PassSteps(Callback):
             params.batch_num = self.steps
             return
         is_carried = self.model.last_window == "carry" or self.steps % self.train_step.accumulation_steps == 0
+        rule, remedy = "False where some processes have more batches", "Each process then ends with its own data."
+        require(self.common == self.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
         rule = remedy = ""
-        if self.common < self.steps:
-            rule, remedy = "-1 where some processes have more batches", "Each process then ends with its own data."
-        elif self.keeps_states or self.resumed is not None:
+        if self.keeps_states or self.resumed is not None:
             rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
         elif not is_carried and self.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
@@ -144,8 +145,12 @@ class PassSteps(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.in_pass, self.begun = True, self.done
+        self.before = self.train_step.open_batches(), updates_of(self.train_step.optimizer)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
+        if any(reducer.gathers for reducer in self.train_step.windows[0].reducers):
+            # In data sink mode it is a cell around the step, of which callbacks would save shards.
+            run_context.original_args().train_network = self.train_step
         # The pipeline has begun, with its first batch.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
@@ -153,33 +158,47 @@ class PassSteps(Callback):
             self.resumed = None
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        params, events = run_context.original_args(), self.train_step.events
-        self.done = params.cur_step_num
+        params = run_context.original_args()
+        self.done = params.cur_step_num + self.missing
         if not isinstance(params.net_outputs, StepOutput):
-            # In data sink mode a graph has returned the items in a plain tuple.
+            # In data sink mode a graph, which is called once in an epoch, has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
-        if events.batches == self.batches and events.heard and params.net_outputs.ends_window:
-            # A graph has made this update by itself. In data sink mode, only the last update of a sink is seen.
-            events.update_end(params.net_outputs)
-        self.batches = events.batches
-        if self.done % self.steps == 0:
+            self._count(params.net_outputs)
+        self.in_pass = self.done % self.steps != 0
+        if not self.in_pass:
             self._finish_pass(params)
         if self.stop_at_invalid_loss:
             self._check_loss(params)
+
+    def _count(self, output: StepOutput) -> None:
+        """Count what a graph has trained by itself, and call the listeners. Only its last update is seen."""
+        events, (open_batches, before) = self.train_step.events, self.before
+        batches, now = self.done - self.begun, updates_of(self.train_step.optimizer)
+        windows = (open_batches + batches) // self.train_step.accumulation_steps
+        # Of an optimizer without a count, only the last window is known to be skipped.
+        is_skipped = output.ends_window and not output.is_updated
+        updates = windows - is_skipped if before is None or now is None else now - before
+        events.batches += batches
+        events.updates += updates
+        events.skipped_updates += windows - updates
+        if output.ends_window:
+            events.tell("on_update_end", output=output)
 
     def end_epoch(self, params: _InternalCallbackParam, callbacks: _CallbackManager) -> None:
         """After this process's last batch, join the steps that only other processes have batches for."""
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
             return  # The next sink goes on with the pass.
-        batches, self.left, left = self.done - self.begun, self.steps, self.left
+        batches, left = self.done - self.begun, self.steps - self.begun % self.steps
         if self.world.size == 1 and not self.in_sinks and not stops() and batches != left:
+            self.missing += left - batches
+            self.done += left - batches
             warn(
                 f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
-                f"get_dataset_size(), but got {batches}: a window has ended in another place than the data. Make all "
-                f"passes equally long, or train in a loop of your own with an Accumulator."
+                f"get_dataset_size(), but got {batches}: a window ends inside a longer pass, and a state is saved at "
+                f"another place. Make all passes equally long, or train in a loop of your own with an Accumulator."
             )
-        while self.in_pass and not self.in_sinks and not stops():
+        while self.in_pass and self.world.size > 1 and not self.in_sinks and not stops():
             params.cur_step_num += 1
             callbacks.on_train_step_begin(self.run_context)
             params.net_outputs = self.train_step.join()
@@ -190,7 +209,6 @@ class PassSteps(Callback):
 
     def _finish_pass(self, params: _InternalCallbackParam) -> None:
         """Apply, drop or carry an unfinished window, see `last_window`."""
-        self.in_pass = False
         if self.model.last_window == "drop":
             self.train_step.drop()
         elif self.model.last_window == "apply":

@@ -29,7 +29,7 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
-from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.data_position import PassPlace, first_batch
 from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback, StopTogether
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
@@ -137,6 +137,7 @@ class Model(Settled, ms.Model):
     ) -> None:
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
+        self.loss_scale_manager = loss_scale_manager
         refuse_unknown(_OWNER, Model.__init__, kwargs)
         precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
         settings: dict[str, Any] = {"accumulation_steps": accumulation_steps, "clip": clip, "parallel": parallel}
@@ -310,7 +311,7 @@ class Model(Settled, ms.Model):
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
             # A graph will train the batches, so the loss must be measured before.
-            self._train_network.body.measure_loss(next(train_dataset.create_tuple_iterator(num_epochs=1)))
+            self._train_network.body.measure_loss(first_batch(train_dataset))
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._train_network.events.listening(callbacks))

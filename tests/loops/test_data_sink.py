@@ -8,12 +8,14 @@ import functools
 import itertools
 
 import mindspore as ms
+import numpy as np
 import pytest
-from linear_toy import batches, toy, weight_of
-from mindspore import train
+from linear_toy import X, batches, descend, toy, weight_of
+from mindspore import nn, train
+from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
 
-from ms_gradaccum import Model, StateCheckpoint, load_state, save_state
+from ms_gradaccum import EMA, Model, ProgressBar, StateCheckpoint, load_state, save_state
 from ms_gradaccum.loops.epoch import PassSteps
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -32,14 +34,27 @@ class Seen(train.Callback):
             raise KeyboardInterrupt
 
 
-class Sink:
+class Larger(nn.Cell):
+    """A graph that has the step inside."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, *batch):
+        return self.step(*batch)
+
+
+class Sink(nn.Cell):
     """The network of a sink, and the helper that says how often it is called in an epoch."""
 
     def __init__(self, step, dataset, size, epochs):
-        self.step, self.size = step, dataset.get_dataset_size() if size == -1 else size
+        super().__init__(auto_prefix=False)
+        is_graph = ms.get_context("mode") == ms.GRAPH_MODE
+        self.step, self.size = Larger(step) if is_graph else step, dataset.get_dataset_size() if size == -1 else size
         passes = dataset.create_tuple_iterator(num_epochs=epochs)
         self.batches = itertools.chain.from_iterable(passes for _ in range(epochs))
-        self.calls = 1 if ms.get_context("mode") == ms.GRAPH_MODE else self.size
+        self.calls = 1 if is_graph else self.size
 
     def sink_size(self):
         return self.size
@@ -50,10 +65,7 @@ class Sink:
     def __call__(self):
         for _ in range(self.size // self.calls):
             output = self.step(*next(self.batches))
-        return tuple(output._asdict().values())
-
-    def set_train(self, mode=True):
-        self.step.set_train(mode)
+        return output
 
     def continue_send(self):
         pass
@@ -62,9 +74,11 @@ class Sink:
 
 
 @pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
-def sinks(request, monkeypatch):
-    """Let MindSpore train with the sink that a device has. A sink is one call in GRAPH mode."""
+def sinks(request, eager, monkeypatch):
+    """Let MindSpore train with the sink that a device has. In GRAPH mode a sink is one call, and a batch one graph."""
     ms.set_context(mode=request.param)
+    if request.param == ms.GRAPH_MODE:
+        monkeypatch.delenv("MS_JIT")
     sizes = []
 
     def prepared(model, is_train, dataset, dataset_sink_mode, sink_size=-1, epoch_num=1, dataset_helper=None):
@@ -170,11 +184,83 @@ def test_a_sink_of_a_pass_is_a_pass(sinks, tmp_path):
     assert weight_of(network) == pytest.approx(whole)
 
 
-def test_processes_that_have_fewer_batches_end_with_their_data():
+def test_processes_that_have_fewer_batches_end_with_their_data_and_not_in_a_sink():
+    """A process with three of four batches. MindSpore has put its number of batches in the place of -1."""
     _, model = toy()
-    steps = PassSteps(model, [], batches(2), 0)
-    steps.common = 3
+    steps = PassSteps(model, [], batches(3), 0)
+    steps.steps = 4
     params = InternalCallbackParam()
-    params.update(dataset_sink_mode=True, sink_size=1, batch_num=1)
-    with pytest.raises(ValueError, match="'sink_size' must be -1 where some processes have more batches, but got 1"):
+    params.update(dataset_sink_mode=True, sink_size=3, batch_num=3)
+    with pytest.raises(ValueError, match="'dataset_sink_mode' must be False where some processes have more batches"):
         steps.on_train_begin(train.RunContext(params))
+
+
+@pytest.mark.parametrize("sinks", [ms.PYNATIVE_MODE], indirect=True, ids=["PYNATIVE"])
+@pytest.mark.parametrize("sink_size, epochs", [(3, 2), (6, 1)])
+@pytest.mark.parametrize("last_window, windows", [("apply", 3), ("drop", 1)])
+def test_a_pass_may_end_inside_a_sink_and_the_training_inside_a_pass(sinks, sink_size, epochs, last_window, windows):
+    """Six of eight batches: windows of 3, 1 and 2, the last of which a training must not leave open."""
+    rows = [range(1, 7), (7, 8), range(1, 5)][:windows]
+    settings = {"accumulation_steps": 3, "last_window": last_window}
+    assert trained(epochs, sink_size, **settings) == pytest.approx(descend(*rows), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad, updates", [(None, [4, 8]), (3, [3, 6])])
+def test_the_windows_of_a_sink_are_counted(sinks, bad, updates, tmp_path, capsys):
+    """Two passes of eight batches in windows of two. In one window of a pass a value may be infinite."""
+    x = X.copy()
+    x[bad if bad is not None else []] = np.inf
+    events, settings = [], {"accumulation_steps": 2, "learning_rate": 0.002}
+
+    class Listening(train.Callback):
+        def on_update_end(self, event):
+            events.append((event.batch, event.updates, event.skipped_updates))
+
+    callbacks = [Listening(), ProgressBar(live=False), StateCheckpoint(tmp_path)]
+    toy(**settings)[1].train(2, batches(1, x), callbacks, dataset_sink_mode=True)
+    ends = events if sinks == ms.GRAPH_MODE else events[3::4]
+    assert ends == [(8, updates[0], 4 - updates[0]), (16, updates[1], 8 - updates[1])]
+    assert f"{updates[1]} updates" in capsys.readouterr().out
+    assert load_state(toy(**settings)[1], tmp_path)[1:3] == (16, updates[1])
+
+
+def test_averages_in_a_sink_begin_with_the_weights_of_the_first_update(sinks):
+    network, model = toy()
+    ema = EMA(0.5, warmup_updates=0)
+    model.train_network.add_callback(ema)
+    network.weight.set_data(ms.Tensor([[1.0]]))  # As a checkpoint that is loaded later does.
+    model.train(1, batches(8), ema, dataset_sink_mode=True, sink_size=1)
+    assert ema.parameters[0].asnumpy() == pytest.approx((1 + descend(range(1, 9), weight=1.0)) / 2)
+
+
+def test_callbacks_find_the_step_that_shows_whole_parameters(sinks):
+    """MindSpore puts a cell around the step, of which a checkpoint would hold this rank's shards."""
+    _, model = toy()
+    model.train_network.windows[0].reducers[0].gathers = {"weight": lambda shard: shard}
+    found = []
+
+    class Saving(train.Callback):
+        def on_train_step_end(self, run_context):
+            found.append(run_context.original_args().train_network)
+
+    model.train(1, batches(2), Saving(), dataset_sink_mode=True)
+    assert {*map(id, found)} == {id(model.train_network)}
+
+
+def test_a_batch_that_is_measured_before_a_sink_draws_no_random_numbers(sinks, monkeypatch):
+    class Noisy:
+        def __getitem__(self, row):
+            return X[row] + np.float32(np.random.rand()), 2 * X[row]
+
+        def __len__(self):
+            return 8
+
+    def weight_on(device):
+        monkeypatch.setattr("ms_gradaccum.loops.model.device_target", lambda: device)
+        np.random.seed(1)
+        network, model = toy()
+        data = GeneratorDataset(Noisy(), ["x", "y"], shuffle=False, num_parallel_workers=1)
+        model.train(1, data.batch(4), dataset_sink_mode=True)
+        return weight_of(network)
+
+    assert weight_on("Ascend") == weight_on("CPU")

@@ -169,6 +169,17 @@ def test_applied_windows_start_anew_in_each_epoch():
     assert weight_of(network) == pytest.approx(descend(ALL[:6], [7, 8], ALL[:6], [7, 8]))
 
 
+def test_a_pass_that_is_shorter_than_its_size_says_ends_its_window_too():
+    """MindSpore begins with the second batch of the second pass."""
+    network, model = toy(accumulation_steps=2)
+    dataset, recorder = batches(2), Recorder()
+    dataset.set_init_step(5)
+    with pytest.warns(UserWarning, match="must have 4 batches, by its get_dataset_size.., but got 3: a window ends"):
+        model.train(3, dataset, recorder, initial_epoch=1)
+    assert len(recorder.outputs) == 7
+    assert weight_of(network) == pytest.approx(descend(ALL[2:6], [7, 8], ALL[:4], ALL[4:]))
+
+
 def test_the_last_window_counts_by_rows_where_its_batches_are_uneven():
     network, model = toy(micro_size=2, accumulation_steps=2)
     model.train(1, batches(3))  # Batches of 3, 3 and 2 rows.

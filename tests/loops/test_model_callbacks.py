@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import ALL, Recorder, X, batches, descend, line, toy, toy_with_metrics, weight_of, whole
-from mindspore import Tensor, nn
+from mindspore import Tensor, amp, nn
 from mindspore.train import (
     BackupAndRestore,
     CheckpointConfig,
@@ -263,3 +263,15 @@ def test_a_graceful_exit_saves_the_open_window_and_stops(tmp_path):
     assert model.train_network.open_batches() == batches_done % 3
     model.train(1, batches(2).skip(batches_done))
     assert weight_of(network) == pytest.approx(1.2133333)
+
+
+def test_a_callback_finds_the_loss_scale_manager():
+    manager, scales = amp.DynamicLossScaleManager(2.0**20, scale_window=1), []
+
+    class Scales(ms.train.Callback):
+        def on_train_step_end(self, run_context):
+            scales.append(run_context.original_args().loss_scale_mananger.get_loss_scale())
+
+    _, model = toy(loss_scale_manager=manager)
+    model.train(1, batches(4), Scales())
+    assert scales == [2.0**21, 2.0**22]

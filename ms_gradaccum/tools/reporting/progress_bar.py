@@ -63,7 +63,8 @@ class ProgressBar(Settled, Callback):
         self._close()  # It may be open if one object is given twice, or after an interrupted training.
         params = run_context.original_args()
         self._initial_step, self._last_epoch = params.cur_step_num, 0
-        self._num_updates: int | None = None  # None: the step does not count updates.
+        self._events = getattr(params.train_network, "events", None)
+        self._updates_before = 0 if self._events is None else self._events.updates
         self._loss: object = None
         self._last_update: StepOutput | None = None
         if current_world(_OWNER).rank != 0:
@@ -85,10 +86,8 @@ class ProgressBar(Settled, Callback):
         params = run_context.original_args()
         outputs = params.net_outputs
         self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        if isinstance(outputs, StepOutput):
-            self._num_updates = (self._num_updates or 0) + outputs.is_updated
-            if outputs.ends_window:
-                self._last_update = outputs
+        if isinstance(outputs, StepOutput) and outputs.ends_window:
+            self._last_update = outputs
         # The first epoch of a resumed training is not epoch 1.
         self._last_epoch = self._last_epoch or params.cur_epoch_num - 1 + params.epoch_num
         if self._bar is not None:
@@ -118,8 +117,8 @@ class ProgressBar(Settled, Callback):
         self._bar = None
 
     def _facts(self) -> Iterator[str]:
-        if self._num_updates is not None:
-            yield f"{self._num_updates} updates"
+        if self._events is not None and self._last_update is not None:
+            yield f"{self._events.updates - self._updates_before} updates"
         if isinstance(self._loss, Tensor):
             yield f"loss {np.mean(self._loss.asnumpy()):.4g}"
         if self._last_update is not None:

@@ -9,7 +9,7 @@ from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import Settled, argument_error, check_bool, check_positive_int, typed
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
-from ms_gradaccum.backend.optimizers import inner_optimizer
+from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
@@ -146,14 +146,14 @@ class StepReporter(Settled):
             return None
         now, window, events = time.perf_counter(), self._window, self._events
         items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
-        step = None if window is None else getattr(inner_optimizer(window.optimizers[0]), "global_step", None)
-        update = self._updates if step is None else int(step.asnumpy().item())
+        count = None if window is None else updates_of(window.optimizers[0])
+        update = self._updates if count is None else count
         unseen, self._unseen = self._unseen, update - self._updates
         if self._since is not None and unseen == self._unseen:
             unit = "tokens" if window is not None and window.network.weighted else "rows"
             items[f"{unit}_per_second"] = self._weight / max(now - self._since, 1e-9)
         if events is not None and events.batches:
-            items.update(batches=events.batches, micro_batches=events.micro_batches)
+            items.update(batches=events.batches, micro_batches=events.micro_batches or None)
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
         others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
