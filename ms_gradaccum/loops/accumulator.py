@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import (
@@ -34,6 +34,7 @@ from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_o
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
+from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -163,6 +164,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
         self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
+        # MindSpore's saving and loading look for parameters in the cells of this one. The networks come first, since a
+        # parameter can be loaded from the first name that ends with its own.
+        cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
+        self.parts = nn.CellList(cells, auto_prefix=False)
+        self.reducers = [reducer for each in self.windows for reducer in each.reducers]
+        gather_when_saved(self, self.reducers)
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
@@ -174,9 +181,18 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
         super().set_train(mode)
         for trained in self.windows:
-            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
+            for cell in trained.micro_steps.compiled_cells():
                 cell.set_train(mode)
         return self
+
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
+        seen: dict[str, Parameter] = {}
+        for name, parameter in whole_parameters(super().parameters_and_names(name_prefix, expand), self.reducers):
+            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
+            remedy = "Rename one, parameter.name = '...', or use save_state() and load_state()."
+            require(seen.setdefault(parameter.name, parameter) is parameter, _OWNER, "network", rule, got, remedy)
+            yield name, parameter
 
     @property
     def sync_gradients(self) -> bool:

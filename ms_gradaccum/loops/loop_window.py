@@ -187,8 +187,8 @@ class LoopWindow:
                 raise
             finally:
                 if trained.has_batch:
-                    # Written at the end of the batch, which may have updated and cleared the buffers by then.
-                    trained.count.set(self.batches, writes=False)
+                    # For a checkpoint in this batch. An update would clear the number.
+                    trained.count.set(self.batches, writes=not self.ends)
 
     def _drop_half(self, trained: TrainedNetwork, goes_on: bool) -> None:
         """Discard a window after a failed loss, because a batch must not be trained with only some of its losses."""
