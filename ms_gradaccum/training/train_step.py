@@ -45,10 +45,6 @@ class HostDrivenStep(Step):
         loss_check = self.window.micro_steps.loss_check
         self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
 
-    def attach_to(self, step: nn.Cell) -> None:
-        gather_when_saved(step, [self.reducer])
-        weakref.finalize(step, self.warn_if_open)
-
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
         self.is_unmeasured = False
@@ -239,12 +235,17 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         if isinstance(kind, SemiAuto):
             self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
+            window: Window | Step = self.body
+            # Compile this cell, and no cell inside, for training, so that the compiler recognises accumulation.
+            self.add_flags(training=True)
         else:
-            self.body = HostDrivenStep(self.network, optimizer, kind, settings)
+            self.body = host = HostDrivenStep(self.network, optimizer, kind, settings)
+            window = host.window
+            weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
-        self.body.attach_to(self)
         # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
-        self.windows: list[Window | Step] = [self.body.window if isinstance(self.body, HostDrivenStep) else self.body]
+        self.windows = [window]
+        gather_when_saved(self, window.reducers)
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
 
