@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
@@ -30,11 +30,10 @@ from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import LoopWindow
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, TrainedParts, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
-from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -152,10 +151,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        options: dict[str, Any] = {"clip": clip, "mixed_precision": mixed_precision, "parallel": parallel}
-        options |= {"bad_micro_batch": bad_micro_batch, "compile": compile, "check_loss": check_loss}
+        options = (1, clip, mixed_precision, parallel, bad_micro_batch, compile, check_loss)
         # Each network has a loss scale of its own.
-        settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
+        settings = [StepSettings.checked(_OWNER, *options) for _ in pairs]
         self.events = Events(_OWNER)
         # The windows of the networks, with their sums, optimizers and loss scales.
         self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
@@ -164,17 +162,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
         self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        # MindSpore's saving and loading look for parameters in the cells of this one. The networks come first, since a
-        # parameter can be loaded from the first name that ends with its own.
-        cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
-        self.parts = nn.CellList(cells, auto_prefix=False)
-        self.reducers = [reducer for each in self.windows for reducer in each.reducers]
-        gather_when_saved(self, self.reducers)
+        self.parts = TrainedParts(self, self.windows)
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
-        self.add_grads = first.add_grads_cell if is_single else None
-        self.end = first.ends[0] if is_single else None
+        self.add_grads, self.end = (first.add_grads_cell, first.ends[0]) if is_single else (None, None)
         self._is_built = True
 
     def set_train(self, mode: bool = True) -> "Accumulator":
@@ -187,12 +179,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
-        seen: dict[str, Parameter] = {}
-        for name, parameter in whole_parameters(super().parameters_and_names(name_prefix, expand), self.reducers):
-            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
-            remedy = "Rename one, parameter.name = '...', or use save_state() and load_state()."
-            require(seen.setdefault(parameter.name, parameter) is parameter, _OWNER, "network", rule, got, remedy)
-            yield name, parameter
+        return self.parts.saved(super().parameters_and_names(name_prefix, expand))
 
     @property
     def sync_gradients(self) -> bool:

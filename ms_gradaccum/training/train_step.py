@@ -235,17 +235,16 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         if isinstance(kind, SemiAuto):
             self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
-            window: Window | Step = self.body
+            # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
+            self.windows: list[Window | Step] = [self.body]
             # Compile this cell, and no cell inside, for training, so that the compiler recognises accumulation.
             self.add_flags(training=True)
         else:
-            self.body = host = HostDrivenStep(self.network, optimizer, kind, settings)
-            window = host.window
+            host = HostDrivenStep(self.network, optimizer, kind, settings)
+            self.body, self.windows = host, [host.window]
             weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
-        # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
-        self.windows = [window]
-        gather_when_saved(self, window.reducers)
+        gather_when_saved(self, self.windows[0].reducers)
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
 
