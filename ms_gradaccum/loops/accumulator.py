@@ -166,7 +166,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
-        self.add_grads, self.end = (first.add_grads_cell, first.ends[0]) if is_single else (None, None)
+        self.add_grads = first.add_grads_cell if is_single else None
+        self.end = first.ends[0] if is_single else None
         self._is_built = True
 
     def set_train(self, mode: bool = True) -> "Accumulator":
@@ -381,8 +382,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.reduce().grad_norm for trained in full]
-        return norms[0] if norms else None
+        return [trained.reduce().grad_norm for trained in full][0] if full else None
 
     @overload
     def step(self) -> _Outputs: ...
