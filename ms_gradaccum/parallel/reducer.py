@@ -1,6 +1,6 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
@@ -12,6 +12,9 @@ from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
+
+# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
+_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
 class GradientReducer(nn.Cell):
@@ -161,3 +164,22 @@ class DataParallelReducer(GradientReducer):
         if self.checks_next:
             check_equal(self.shared())
             self.checks_next = self.check_weights
+
+
+def whole_parameters(
+    found: Iterable[tuple[str, Parameter]], reducers: Sequence[GradientReducer]
+) -> Iterator[tuple[str, Parameter]]:
+    """Yield the parameters of a training step as MindSpore saves and loads them: whole ones in place of shards."""
+    for name, parameter in found:
+        saved: Parameter | None = parameter
+        for reducer in reducers:
+            saved = None if saved is None else reducer.saved(saved)
+        if saved is not None:
+            yield name, saved
+
+
+def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
+    """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
+    gathers = {name: gather for reducer in reducers for name, gather in reducer.gathers.items()}
+    step.parameter_layout_dict = dict.fromkeys(gathers, _ANY_LAYOUT)
+    step.parallel_parameter_merge_net_dict = gathers

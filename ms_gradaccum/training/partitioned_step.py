@@ -49,10 +49,6 @@ class Step(nn.Cell):
         self.events = Events(settings.owner)
         self.loss_scale = settings.precision.loss_scale
 
-    def attach_to(self, step: nn.Cell) -> None:
-        """Prepare ``step``, the TrainOneStepCell around this one."""
-        raise NotImplementedError
-
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, each with its own mode and settings."""
         return []
@@ -107,10 +103,6 @@ class PartitionedStep(Step):
         self.skipped: list[tuple[Tensor, Tensor]] = []
         self.is_called = False
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-
-    def attach_to(self, step: nn.Cell) -> None:
-        """Compile ``step``, and no cell inside, for training, so that the compiler recognises accumulation."""
-        step.add_flags(training=True)
 
     def compiling(self) -> AbstractContextManager[None]:
         return self.semi_auto.compiling()

@@ -14,6 +14,7 @@ from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
+from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
@@ -25,8 +26,6 @@ from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
-# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
-_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
 class HostDrivenStep(Step):
@@ -45,12 +44,6 @@ class HostDrivenStep(Step):
         # True if a larger graph would train a loss that has not been measured.
         loss_check = self.window.micro_steps.loss_check
         self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
-
-    def attach_to(self, step: nn.Cell) -> None:
-        """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
-        step.parameter_layout_dict = dict.fromkeys(self.reducer.gathers, _ANY_LAYOUT)
-        step.parallel_parameter_merge_net_dict = self.reducer.gathers
-        weakref.finalize(step, self.warn_if_open)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
@@ -242,12 +235,16 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         if isinstance(kind, SemiAuto):
             self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
+            # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
+            self.windows: list[Window | Step] = [self.body]
+            # Compile this cell, and no cell inside, for training, so that the compiler recognises accumulation.
+            self.add_flags(training=True)
         else:
-            self.body = HostDrivenStep(self.network, optimizer, kind, settings)
+            host = HostDrivenStep(self.network, optimizer, kind, settings)
+            self.body, self.windows = host, [host.window]
+            weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
-        self.body.attach_to(self)
-        # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
-        self.windows: list[Window | Step] = [self.body.window if isinstance(self.body, HostDrivenStep) else self.body]
+        gather_when_saved(self, self.windows[0].reducers)
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
 
@@ -278,12 +275,8 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
-        for name, parameter in super().parameters_and_names(name_prefix, expand):
-            saved: Parameter | None = parameter
-            for reducer in self.windows[0].reducers if self._shows_whole else ():
-                saved = reducer.saved(parameter)
-            if saved is not None:
-                yield name, saved
+        found = super().parameters_and_names(name_prefix, expand)
+        return whole_parameters(found, self.windows[0].reducers if self._shows_whole else [])
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""

@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
-from scenarios import build_network, uneven_data, weights_of
+from scenarios import batch, build_network, share, uneven_data, weights_of
 
 from ms_gradaccum import Accumulator, TokenMeanLoss
 
@@ -48,9 +48,9 @@ def train_with_scheduler(batches, epochs, steps, **settings):
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps, **settings)
     loader, scheduler = accumulator.prepare(batches, scheduler)
     for _ in range(epochs):
-        for batch in loader:
+        for each in loader:
             with accumulator.accumulate():
-                accumulator.backward(*batch)
+                accumulator.backward(*each)
                 accumulator.clip_grad_norm(0.5)
                 accumulator.step()
                 scheduler.step()
@@ -99,3 +99,17 @@ def train_functionally(batches, **settings):
         loss, grads = grad_fn(x, y)
         output = accumulator(grads, weight=len(x), loss=loss)
     return weights_of(network), output
+
+
+def build_loop(**settings):
+    """A network and an Accumulator whose optimizer has a state."""
+    network = build_network()
+    cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    return network, Accumulator(cell, optimizer, 2, check_loss=False, **settings)
+
+
+def train_loop(accumulator, numbers, rank=0, size=1):
+    for number in numbers:
+        with accumulator.accumulate():
+            accumulator.backward(*[Tensor(array) for array in share(batch(number), rank, size)])
+            accumulator.step()

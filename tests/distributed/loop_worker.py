@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch import report, run_scenarios  # noqa: E402
 from loop_scenarios import (  # noqa: E402
     batches_of,
+    build_loop,
     sentences,
     train_functionally,
+    train_loop,
     train_sentences,
     train_two_losses,
     train_with_scheduler,
@@ -127,6 +129,14 @@ def adversaries():
     results["adversaries"] = [weights_of(first), weights_of(second)]
 
 
+def save_at_an_update():
+    for name in ("level1", "level2"):
+        _, accumulator = build_loop(parallel=KINDS[name])
+        train_loop(accumulator, range(2), rank, size)
+        results[f"checkpoint {name}"] = str(Path(os.environ["REPORT_FOLDER"]) / f"{name}_{rank}.ckpt")
+        ms.save_checkpoint(accumulator, results[f"checkpoint {name}"])
+
+
 def be_refused():
     network = build_network()
     cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
@@ -176,6 +186,7 @@ run_scenarios(
     train_by_gradients,
     train_by_two_losses,
     skip_what_is_not_finite,
+    save_at_an_update,
     be_refused,
     count_shared_batches,
 )

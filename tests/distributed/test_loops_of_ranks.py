@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
@@ -10,8 +11,10 @@ from mindspore import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_scenarios import (  # noqa: E402
     START,
+    build_loop,
     joined_batches,
     train_functionally,
+    train_loop,
     train_sentences,
     train_two_losses,
     train_with_scheduler,
@@ -135,6 +138,18 @@ def test_two_networks_share_their_windows(two):
     for report in two:
         for weights, network in zip(report["adversaries"], (first, second)):
             np.testing.assert_allclose(weights, weights_of(network), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["level1", "level2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_of_any_rank_holds_the_whole_loop(rank, name, two):
+    """One process goes on from it, as from its own first window."""
+    network, accumulator = build_loop()
+    assert ms.load_param_into_net(accumulator, ms.load_checkpoint(two[rank][f"checkpoint {name}"])) == ([], [])
+    train_loop(accumulator, (2, 3))
+    expected, accumulator = build_loop()
+    train_loop(accumulator, range(4))
+    np.testing.assert_allclose(weights_of(network), weights_of(expected), rtol=2e-5, atol=2e-6)
 
 
 def test_what_cannot_work_is_refused_on_all_ranks(two):

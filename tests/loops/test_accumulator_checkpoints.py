@@ -1,0 +1,72 @@
+"""An Accumulator in MindSpore's own checkpoints: all that is trained is in the file, at any moment of a window."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, weight_of
+from loop_toy import FOUR, toy_loop, train, updates_of
+from mindspore import Tensor, nn
+from step_probe import tensors
+
+from ms_gradaccum import AccumulationConfig, Accumulator
+
+BATCHES = [tensors(X[i : i + 2], np.concatenate([2 * X[i : i + 2], -X[i : i + 2]], 1)) for i in range(0, 8, 2)]
+
+
+@pytest.mark.parametrize("place", ["before step", "after step"])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_a_checkpoint_inside_a_batch_has_the_sums_and_the_count_of_that_batch(place, batches, tmp_path, eager):
+    path = str(tmp_path / "inside.ckpt")
+    network, accumulator = toy_loop(4)
+    for i, each in enumerate(FOUR[:batches], 1):
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            if place == "after step":
+                accumulator.step()
+            if i == batches:
+                ms.save_checkpoint(accumulator, path)
+    network, accumulator = toy_loop(4)
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(path))
+    assert updates_of(accumulator, FOUR[batches:]) == [False] * (3 - batches) + [True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def frozen_loop(kind):
+    """A network with a parameter that is not trained, and its loop."""
+    network = nn.SequentialCell(nn.Dense(1, 3, "ones"), nn.Dense(3, 2, Tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])))
+    network[1].bias.requires_grad = False
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    if kind != "two optimizers":
+        config = AccumulationConfig(schedule=lambda updates: 2) if kind == "schedule" else AccumulationConfig(2)
+        return network, Accumulator(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9), config=config)
+    optimizers = [nn.Momentum(part.trainable_params(), 0.01, 0.9) for part in network]
+    for name in ("learning_rate", "global_step", "momentum"):
+        getattr(optimizers[1], name).name = f"last.{name}"
+    return network, Accumulator(cell, optimizers, 2)
+
+
+@pytest.mark.parametrize("kind", ["one optimizer", "two optimizers", "schedule"])
+def test_a_checkpoint_has_all_parameters_of_the_training(kind, tmp_path, eager):
+    path = str(tmp_path / "loop.ckpt")
+    network, accumulator = frozen_loop(kind)
+    network[1].bias.set_data(Tensor([1.0, -1.0]))
+    list(train(accumulator, BATCHES[:3]))
+    ms.save_checkpoint(accumulator, path)
+    list(train(accumulator, BATCHES[3:]))
+    resumed, accumulator = frozen_loop(kind)
+    assert ms.load_param_into_net(accumulator, ms.load_checkpoint(path)) == ([], [])
+    assert updates_of(accumulator, BATCHES[3:]) == [True]
+    for expected, found in zip(network.get_parameters(), resumed.get_parameters(), strict=True):
+        np.testing.assert_array_equal(found.asnumpy(), expected.asnumpy(), expected.name)
+
+
+def test_parameters_of_one_name_are_not_saved_one_over_the_other(tmp_path):
+    networks = [nn.Dense(1, 1), nn.Dense(1, 1)]
+    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
+    accumulator = Accumulator(cells, [nn.SGD(network.trainable_params()) for network in networks])
+    with pytest.raises(ValueError) as caught:
+        ms.save_checkpoint(accumulator, str(tmp_path / "two.ckpt"))
+    assert str(caught.value) == (
+        "For 'Accumulator', the argument 'network' must be one whose parameters have names of their own, but got two "
+        "'weight'. Rename one, parameter.name = '...', or use save_state() and load_state()."
+    )
