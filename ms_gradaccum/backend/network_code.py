@@ -1,4 +1,4 @@
-"""The code reachable from a network, and a check whether it defines its own backward pass."""
+"""The code reachable from a network: own backward passes, and parts that MindSpore compiles in PYNATIVE mode."""
 
 import dis
 import gc
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import is_a
 
@@ -21,6 +21,7 @@ _REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduc
 _NAMING = {*dis.hasname, *dis.hasconst}
 # The number of visited items of a container. Vocabularies have more, containers of code have fewer.
 _MANY_ITEMS = 1000
+_versions = itertools.count(1)
 
 
 class NetworkCode:
@@ -82,6 +83,28 @@ class NetworkCode:
     def has_own_backward(self) -> bool:
         """Return whether the backward pass has a `bprop` or a hook, so that it may be nonlinear."""
         return self.has_hooks() or any(map(_has_own_backward, self.reached))
+
+
+class JitParts:
+    """The parts of cells with ``@jit``, which MindSpore compiles in PYNATIVE mode and finds by the cells' phases."""
+
+    def __init__(self, cells: Iterable[nn.Cell], parameters: Iterable[Tensor]) -> None:
+        self.cells, self.parameters = list(cells), list(parameters)
+        self.places: list[int] = []  # The memory addresses of the parameters for which the parts were compiled.
+        self.version = ""
+
+    def follow(self) -> None:
+        """Let MindSpore compile the parts again if a parameter has moved: they would keep using the old memory."""
+        places = self.places
+        self.note_places()
+        if self.places != places:
+            self.version = f" {next(_versions)}"
+        for cell in self.cells:
+            if not cell.phase.endswith(self.version):  # `set_train` changes it, too.
+                cell.phase = cell.phase.partition(" ")[0] + self.version
+
+    def note_places(self) -> None:
+        self.places = [parameter.data_ptr() for parameter in self.parameters]
 
 
 def _has_own_backward(value: object) -> bool:

@@ -10,6 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
@@ -67,6 +68,7 @@ class MicroSteps:
         # No thread pool for several ranks: they share cores, and their messages must keep one order.
         self.may_use_thread_pool = not several
         self.empty_step = Compiled(lambda: EmptyStep(reducers), self.owner, "the empty step")
+        self.jit_parts = JitParts((cell for _, cell in network.cells_and_names()), network.get_parameters())
         self.loss_check = LossCheck(network, self.parameters, settings, half, several)
         self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
 
@@ -78,6 +80,8 @@ class MicroSteps:
         """Add one batch and return the outputs of its micro steps. If ``reduces``, the last one reduces the sums."""
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
+        if eager:
+            self.jit_parts.follow()
         if self.comes_reduced:
             check_hooks_run(self.owner, eager)
         inputs = self.network.positional(args, kwargs)

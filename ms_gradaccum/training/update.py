@@ -3,7 +3,6 @@
 The sums are processed in place and chunk by chunk, so that no copy of all gradients is needed.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import at_once, cast_each_like, on_cpu, scale, scale_each_in_place
-from ms_gradaccum.backend.network_code import is_user
+from ms_gradaccum.backend.network_code import JitParts, is_user
 from ms_gradaccum.backend.optimizers import (
     all_parameters,
     compiles_itself,
@@ -26,8 +25,6 @@ from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
-
-_phases = itertools.count()
 
 
 def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
@@ -177,12 +174,9 @@ class EagerUpdate:
         # Op by op, MindSpore's graph of the optimizer would use the old parameters after a checkpoint is loaded.
         compiles = not needs_graphs and compiles_itself(self.optimizer)
         self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
-        # The optimizer and the optimizers inside it. MindSpore may compile parts of each.
-        self.optimizers = optimizers_in(self.optimizer)
-        self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
-        # The memory addresses of the last run, and the phase of the graphs that MindSpore compiled for these addresses.
-        self.places: list[int] | None = None
-        self.phase = ""
+        # MindSpore may compile parts of each optimizer inside.
+        optimizers = optimizers_in(self.optimizer)
+        self.jit_parts = JitParts(optimizers, [each for inner in optimizers for each in all_parameters(inner)])
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             name = type(self.optimizer).__name__
             does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"
@@ -203,20 +197,11 @@ class EagerUpdate:
         return clipped_norm
 
     def _run_op_by_op(self, grads: Grads) -> None:
-        # If parameters or states have moved in memory, MindSpore must recompile its parts of the optimizer. For
-        # `mindspore.experimental`, it looks them up by the phase, and would keep using the old memory.
-        places = self._places()
-        if places != self.places:
-            self.phase = f"update {next(_phases)}"
-        for optimizer in self.optimizers:
-            optimizer.phase = self.phase  # Set again, since `set_train` changes the phase.
+        self.jit_parts.follow()
         # Bypass the hook that detects other callers.
         run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
         with op_by_op():
             # A user's optimizer may keep its inputs, so it gets copies of the sums.
             run(grads or tuple(total.value() if self.is_users else total for total in self.sums))
-        # A user's optimizer may have moved them itself.
-        self.places = self._places() if self.is_users else places
-
-    def _places(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.all_parameters]
+        if self.is_users:  # It may have moved them itself.
+            self.jit_parts.note_places()

@@ -234,9 +234,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an optimizer goes on with the memory that parameters had before a checkpoint was loaded",
-        "training/update.py",
-        "        if places != self.places:\n",
-        "        if self.places is None:\n",
+        "backend/network_code.py",
+        "        if self.places != places:\n",
+        "        if not places:\n",
         ("training/test_train_step_checkpoint.py", "backend/test_optimizers.py"),
     ),
     Mutation(

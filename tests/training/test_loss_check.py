@@ -102,7 +102,7 @@ def everything_trained(check_loss, batches=5):
     cell.frozen.set_train(False)
     losses = [float(step(Tensor(X), Tensor(Y)).loss.asnumpy()) for _ in range(batches)]
     numbers = [parameter.asnumpy() for parameter in [*optimizer.get_parameters(), *cell.get_parameters()]]
-    modes = [(inner.training, inner.phase) for _, inner in cell.cells_and_names()]
+    modes = [(inner.training, inner.phase.partition(" ")[0]) for _, inner in cell.cells_and_names()]
     plain = [cell.calls, cell.seen, cell.array.tolist(), cell.best, cell.queue.asnumpy().tolist(), log]
     chance = [random.random(), np.random.rand(), ops.standard_normal((2,)).asnumpy().tolist()]
     return [losses, [number.tobytes() for number in numbers], modes, plain, chance]

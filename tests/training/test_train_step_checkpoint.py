@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd
 from mindspore import nn, ops
-from quick_mindspore import compiling
+from quick_mindspore import api, compiling
 from step_probe import changed, number, tensors, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -158,3 +158,51 @@ def test_an_optimizer_that_compiles_a_part_of_itself_goes_on_with_what_was_loade
 
     found, expected = trained(by_checkpoint), trained(in_place)
     assert not changed(expected, found)
+
+
+class Jitted(nn.Cell):
+    """A loss cell of which MindSpore compiles a part in PYNATIVE mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(1, 1, "ones", has_bias=False)
+        self.head = nn.CellList([Squared(self.dense)])
+
+    def construct(self, x, y):
+        return self.head[0](x, y)
+
+
+class Squared(nn.Cell):
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    @ms.jit
+    def construct(self, x, y):
+        return ops.mse_loss(self.dense(x), y)
+
+
+@pytest.mark.parametrize("builds_anew", [False, True])
+def test_a_network_with_a_compiled_part_goes_on_with_what_was_loaded(builds_anew, monkeypatch):
+    """In PYNATIVE mode, where MindSpore's own step goes on with the old memory."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.delenv("MS_JIT", raising=False)
+
+    def trained(network, load):
+        def build():
+            return TrainOneStepCell(GradAccumulation(network, 2), sgd(network), check_loss=False)
+
+        network.set_train()
+        step = build()
+        train(step, BATCHES[:2])
+        load(network.dense.weight, ms.Tensor([[5.0]]))
+        network.set_train(False).set_train()
+        step = build() if builds_anew else step
+        return train(step, BATCHES[:3]), network.dense.weight.asnumpy()
+
+    found, expected = trained(Jitted(), ms.Parameter.set_data), trained(Jitted(), ops.assign)
+    assert found == expected
+    assert expected[0][0] > 20  # That of the loaded weight.
+    compiled = api.ms_compile_cache.copy()
+    trained(Jitted(), ops.assign)
+    assert len(api.ms_compile_cache - compiled) <= 2 * (1 + builds_anew)  # Once per step.
