@@ -159,7 +159,7 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
 def updates_of(optimizer: nn.Cell) -> int | None:
     """Return the number of updates that the optimizer has counted, if it counts them."""
     count = getattr(inner_optimizer(optimizer), "global_step", None)
-    return None if count is None else int(count.asnumpy().item())
+    return int(count.asnumpy().item()) if isinstance(count, Tensor) else None
 
 
 def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:

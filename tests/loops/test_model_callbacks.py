@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import ALL, Recorder, X, batches, descend, line, toy, toy_with_metrics, weight_of, whole
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, amp, experimental, nn, ops
 from mindspore.train import (
     BackupAndRestore,
     CheckpointConfig,
@@ -275,3 +275,19 @@ def test_a_callback_finds_the_loss_scale_manager():
     _, model = toy(loss_scale_manager=manager)
     model.train(1, batches(4), Scales())
     assert scales == [2.0**21, 2.0**22]
+
+
+def test_an_optimizer_may_have_a_number_of_that_name():
+    class Counting(experimental.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.02})
+            self.global_step = 0
+
+        def construct(self, grads):
+            for parameter, grad in zip(self.parameters, grads, strict=True):
+                ops.assign_sub(parameter, 0.02 * grad)
+            return True
+
+    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+    Model(network, nn.MSELoss(), Counting(network.trainable_params())).train(1, batches(8))
+    assert weight_of(network) == pytest.approx(descend(ALL))
