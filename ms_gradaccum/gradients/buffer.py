@@ -128,6 +128,7 @@ class BatchCount:
     """The number of batches in an open window. The host counts; a parameter stores it for checkpoints and graphs."""
 
     known = 0  # The host's number.
+    is_ahead = False  # True if the host has not written its number yet.
     is_stale = False  # True if the parameter may have been written after the host has read it.
     is_changed = False  # True if the number was changed elsewhere after the host set it.
     writes = 0  # The number of reads after others, such as the loading of a checkpoint, have written the parameter.
@@ -143,21 +144,26 @@ class BatchCount:
         return self.read() if self.is_stale or self.buffer.counts_in_graph else self.known
 
     def read(self) -> int:
-        """Return the number of the parameter."""
+        """Write the host's number if necessary, then return the number of the parameter."""
+        if self.is_ahead:
+            self.set(self.known)
         found = int(self.parameter.asnumpy())
         self.is_changed = self.is_changed or found != self.known
         self.known, self.is_stale, self.writes = found, False, self.writes + self.is_stale
         return found
 
-    def set(self, batches: int) -> None:
+    def set(self, batches: int, writes: bool = True) -> None:
+        """Set the number. Without ``writes`` it is written later, since an update may clear it first."""
         if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
+            self.known, self.is_ahead = batches, True
+        if writes and self.is_ahead:
             Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
-            self.known = batches
+            self.is_ahead = False
         self.is_stale = self.is_changed = False
 
     def was_cleared(self) -> None:
         """Record that the parameter is 0, since the buffer was cleared."""
-        self.known, self.is_stale, self.is_changed = 0, False, False
+        self.known, self.is_ahead, self.is_stale, self.is_changed = 0, False, False, False
 
     def was_changed(self) -> bool:
         """Return whether the number was changed elsewhere since the host set it or last called this."""
@@ -172,7 +178,7 @@ def _write(
     """Call a method that writes a parameter, and mark the number in its `BatchCount` as stale."""
     count, parameter = its_count(), itself()
     if count is not None:
-        count.is_stale = True
+        count.is_ahead, count.is_stale = False, True
     return getattr(type(parameter), method)(parameter, *args, **kwargs)
 
 

@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import (
@@ -24,13 +24,14 @@ from ms_gradaccum._checks import (
     typed,
 )
 from ms_gradaccum.backend.kernels import ONE
-from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
+from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import LoopWindow
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, TrainedParts, chosen_of, only_of, pair_networks
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
+from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
@@ -49,7 +50,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(Settled, Uncopied, nn.Cell, Observed):
+class Accumulator(Settled, Uncopied, SavedLoop, Observed):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
@@ -151,18 +152,17 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        options = (1, clip, mixed_precision, parallel, bad_micro_batch, compile, check_loss)
+        options: dict[str, Any] = {"clip": clip, "mixed_precision": mixed_precision, "parallel": parallel}
+        options |= {"bad_micro_batch": bad_micro_batch, "compile": compile, "check_loss": check_loss}
         # Each network has a loss scale of its own.
-        settings = [StepSettings.checked(_OWNER, *options) for _ in pairs]
+        settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)
         # The windows of the networks, with their sums, optimizers and loss scales.
-        self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
-        claim_optimizers(self.windows)
+        self.set_windows([TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)])
         self.window = LoopWindow(self.config, self.windows, self.events)
         # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
         self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        self.parts = TrainedParts(self, self.windows)
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
@@ -174,13 +174,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
         super().set_train(mode)
         for trained in self.windows:
-            for cell in trained.micro_steps.compiled_cells():
+            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
                 cell.set_train(mode)
         return self
-
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
-        """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
-        return self.parts.saved(super().parameters_and_names(name_prefix, expand))
 
     @property
     def sync_gradients(self) -> bool:
@@ -382,7 +378,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        return [trained.reduce().grad_norm for trained in full][0] if full else None
+        norms = [trained.reduce().grad_norm for trained in full]
+        return norms[0] if norms else None
 
     @overload
     def step(self) -> _Outputs: ...

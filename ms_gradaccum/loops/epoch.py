@@ -51,8 +51,8 @@ class PassSteps(Callback):
 
     in_pass = False
     in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
-    done = 0  # The number of finished steps of all passes, by the length that a pass should have.
-    missing = 0  # The number of steps that passes were too short.
+    done = 0  # The number of finished steps, as if each pass had the size that it says.
+    missing = 0  # The number of steps that passes lacked; negative for longer passes.
     begun = 0  # The number of steps at the beginning of this epoch.
     before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
     run_context: RunContext = None
@@ -148,8 +148,8 @@ class PassSteps(Callback):
         self.before = self.train_step.open_batches(), updates_of(self.train_step.optimizer)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        if any(reducer.gathers for reducer in self.train_step.windows[0].reducers):
-            # In data sink mode it is a cell around the step, of which callbacks would save shards.
+        if any(reducer.gathered for reducer in self.train_step.windows[0].reducers):
+            # In data sink mode MindSpore has put a cell around the step, of which callbacks would save shards.
             run_context.original_args().train_network = self.train_step
         # The pipeline has begun, with its first batch.
         self._until_first_batch.close()
@@ -195,8 +195,8 @@ class PassSteps(Callback):
             self.done += left - batches
             warn(
                 f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
-                f"get_dataset_size(), but got {batches}: a window ends inside a longer pass, and a state is saved at "
-                f"another place. Make all passes equally long, or train in a loop of your own with an Accumulator."
+                f"get_dataset_size(), but got {batches}: windows end by that size, and a resumed training may begin "
+                f"at another batch. Make all passes equally long, or train in a loop of your own with an Accumulator."
             )
         while self.in_pass and self.world.size > 1 and not self.in_sinks and not stops():
             params.cur_step_num += 1

@@ -187,7 +187,8 @@ class LoopWindow:
                 raise
             finally:
                 if trained.has_batch:
-                    trained.count.set(self.batches)  # For a checkpoint in this batch.
+                    # Written at the end of the batch, which may have updated and cleared the buffers by then.
+                    trained.count.set(self.batches, writes=False)
 
     def _drop_half(self, trained: TrainedNetwork, goes_on: bool) -> None:
         """Discard a window after a failed loss, because a batch must not be trained with only some of its losses."""
@@ -300,7 +301,7 @@ class LoopWindow:
             if not trained.has_batch:
                 trained.micro_steps.join()
                 trained.has_batch = True
-                trained.count.set(self.batches)
+                trained.count.set(self.batches, writes=False)
 
     def _end_joined(self) -> None:
         """If the batch ends the window, end it as the other processes do."""

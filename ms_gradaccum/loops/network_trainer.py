@@ -1,7 +1,7 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
-from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
@@ -179,26 +178,6 @@ class TrainedNetwork(Window):
         self.mistakes[rule] += 1
         if self.mistakes[rule] == 4:
             warn(str(disorder(rule, f"{got}, so nothing has been trained yet", remedy)))
-
-
-class TrainedParts(nn.CellList):
-    """The cells of all networks of a loop, in which MindSpore's saving and loading look for parameters."""
-
-    def __init__(self, accumulator: nn.Cell, trained: Sequence[TrainedNetwork]) -> None:
-        # The networks come first, since a parameter can be loaded from the first name that ends with its own.
-        cells = [each.network for each in trained] + [end for each in trained for end in each.ends]
-        super().__init__(cells, auto_prefix=False)
-        self.reducers = [reducer for each in trained for reducer in each.reducers]
-        gather_when_saved(accumulator, self.reducers)
-
-    def saved(self, found: Iterable[tuple[str, Parameter]]) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters that are saved in place of those that were ``found``. Raise for two of one name."""
-        seen: dict[str, Parameter] = {}
-        for name, parameter in whole_parameters(found, self.reducers):
-            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
-            remedy = "Rename one, parameter.name = '...', or use save_state() and load_state()."
-            require(seen.setdefault(parameter.name, parameter) is parameter, _OWNER, "network", rule, got, remedy)
-            yield name, parameter
 
 
 def _none_of(empty: Tensor, grad: Tensor) -> Tensor:

@@ -34,8 +34,13 @@ class GradientReducer(nn.Cell):
         self.sums = buffer.sums
         self.buffer = buffer
         self.overlaps = False  # True if the ranks reduce the sums during the backward pass of the last micro batch.
-        # By the name of a sharded parameter, the function that gathers its whole value.
-        self.gathers: dict[str, Callable[[object], Tensor]] = {}
+        # The stand-ins of shards in checkpoints, and the functions that gather their whole values.
+        self.gathered: list[tuple[Parameter, Callable[[object], Tensor]]] = []
+
+    @property
+    def gathers(self) -> dict[str, Callable[[object], Tensor]]:
+        """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
+        return {view.name: gather for view, gather in self.gathered}
 
     def fits_kernels(self) -> bool:
         """Return whether one kernel processes all sums, so that they need no graph op by op."""

@@ -126,7 +126,7 @@ class ShardedReducer(DataParallelReducer):
 
     def _show_whole(self, shard: Parameter) -> None:
         """In checkpoints, replace ``shard`` by a parameter of the whole shape without memory."""
-        # Loading it loads the shard. Saving it calls the function in `gathers`, a collective.
+        # Loading it loads the shard. Saving it calls `gather`, a collective.
         shape = (shard.shape[0] * self.size, *shard.shape[1:])
         with no_init_parameters():
             view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
@@ -141,7 +141,8 @@ class ShardedReducer(DataParallelReducer):
             return ops.cast(rows.reshape(shape), shard.dtype)
 
         view.set_data, view.init_data = set_data, lambda *_, **__: view
-        self.views[id(shard)], self.gathers[shard.name] = view, gather
+        self.views[id(shard)] = view
+        self.gathered.append((view, gather))
 
 
 def _rows(values: Array, size: int, index: int) -> slice:

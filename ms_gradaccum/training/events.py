@@ -154,7 +154,7 @@ class Observed:
         """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.
 
         The events are `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` of each
-        network. A larger graph (data sink mode, a compiled function) has no events.
+        network. In data sink mode there is one ``on_update_end`` per sink.
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.

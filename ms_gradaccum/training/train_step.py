@@ -278,6 +278,12 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         found = super().parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self.windows[0].reducers if self._shows_whole else [])
 
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Rename the parameters, see ``nn.Cell.update_parameters_name``."""
+        super().update_parameters_name(prefix, recurse)
+        if isinstance(self.body, HostDrivenStep):  # For other steps, MindSpore gathers by itself.
+            gather_when_saved(self, self.windows[0].reducers)
+
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
         self.check_claims()

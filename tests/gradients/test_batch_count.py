@@ -30,6 +30,12 @@ def test_it_is_written_for_checkpoints(buffer, count):
         assert number(buffer.batches) == count.get() == batches and not count.was_changed()
 
 
+def test_a_number_that_is_not_written_yet_is_not_lost(buffer, count):
+    count.set(2, writes=False)
+    assert count.get() == 2 and number(buffer.batches) == 0
+    assert count.read() == 2 and number(buffer.batches) == 2 and not count.was_changed()
+
+
 @pytest.mark.parametrize("known", [0, 2])
 def test_the_number_of_a_loaded_checkpoint_holds_and_is_told_once(buffer, count, known):
     count.set(known)
@@ -48,7 +54,7 @@ def test_a_checkpoint_with_the_same_number_changes_nothing(buffer, count):
 
 
 def test_a_number_of_before_a_checkpoint_is_not_written_over_it(buffer, count):
-    count.set(2)
+    count.set(2, writes=False)
     load(buffer, 1)
     assert count.get() == number(buffer.batches) == 1 and count.was_changed()
 

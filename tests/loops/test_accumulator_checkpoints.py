@@ -67,6 +67,24 @@ def test_parameters_of_one_name_are_not_saved_one_over_the_other(tmp_path):
     with pytest.raises(ValueError) as caught:
         ms.save_checkpoint(accumulator, str(tmp_path / "two.ckpt"))
     assert str(caught.value) == (
-        "For 'Accumulator', the argument 'network' must be one whose parameters have names of their own, but got two "
-        "'weight'. Rename one, parameter.name = '...', or use save_state() and load_state()."
+        "For 'Accumulator', the argument 'network or optimizer' must be one whose parameters have names of their own, "
+        "but got two 'weight'. Rename one, such as optimizer.global_step.name = '...', or use save_state() and "
+        "load_state()."
     )
+
+
+def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():
+    """Two optimizers have a parameter 'global_step' each, which only a checkpoint cannot tell apart."""
+
+    class Holder(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Dense(1, 1), nn.Dense(1, 1)
+            networks = [self.first, self.second]
+            optimizers = [nn.Adam(each.trainable_params()) for each in networks]
+            self.accumulator = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], optimizers)
+
+    holder = Holder()
+    names = [each.name for part in (holder.first, holder.second) for each in part.get_parameters()]
+    assert names == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert {*map(id, holder.first.get_parameters())} <= {*map(id, holder.accumulator.get_parameters())}

@@ -236,7 +236,8 @@ def test_averages_in_a_sink_begin_with_the_weights_of_the_first_update(sinks):
 def test_callbacks_find_the_step_that_shows_whole_parameters(sinks):
     """MindSpore puts a cell around the step, of which a checkpoint would hold this rank's shards."""
     _, model = toy()
-    model.train_network.windows[0].reducers[0].gathers = {"weight": lambda shard: shard}
+    step = model.train_network
+    step.windows[0].reducers[0].gathered = [(step.network.trainable_params()[0], lambda shard: shard)]
     found = []
 
     class Saving(train.Callback):

@@ -270,8 +270,8 @@ MUTATIONS = (
     Mutation(
         "a loop goes on with its own count after a checkpoint was loaded",
         "gradients/buffer.py",
-        "        count.is_stale = True\n",
-        "        count.is_stale = False\n",
+        "        count.is_ahead, count.is_stale = False, True\n",
+        "        count.is_ahead = False\n",
         ("gradients/test_batch_count.py", "loops/test_accumulator.py"),
     ),
     Mutation(

@@ -1,0 +1,48 @@
+"""The parameters of a hand-written loop, as MindSpore's own functions save and load them."""
+
+from collections.abc import Iterator
+
+from mindspore import Parameter, nn
+
+from ms_gradaccum._checks import require
+from ms_gradaccum.backend.optimizers import claim_optimizers
+from ms_gradaccum.loops.network_trainer import TrainedNetwork
+from ms_gradaccum.parallel.reducer import GradientReducer, gather_when_saved, whole_parameters
+
+_OWNER = "Accumulator"
+
+
+class SavedLoop(nn.Cell):
+    """A cell whose parameters are all those of its loop, although the networks are not among its cells."""
+
+    def set_windows(self, windows: list[TrainedNetwork]) -> None:
+        """Set the windows of all networks, which own the optimizers from now on."""
+        self.windows = windows
+        claim_optimizers(windows)
+        gather_when_saved(self, self._reducers())
+
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
+        for each in self.windows:
+            each.count.read()  # It writes the number of batches, if the host has not yet.
+        # The networks come first: MindSpore may load a parameter from the first name that ends with its own.
+        cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
+        found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
+        return whole_parameters(found, self._reducers())
+
+    def _reducers(self) -> list[GradientReducer]:
+        return [reducer for each in self.windows for reducer in each.reducers]
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Keep the names, which are those of the networks and optimizers, when another cell gets this one."""
+
+    def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Parameter, Parameter]:
+        """Initialize parameters, see ``nn.Cell.init_parameters_data``. MindSpore's saving begins with it."""
+        seen: dict[str, Parameter] = {}
+        for parameter in self.get_parameters():
+            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
+            remedy = "Rename one, such as optimizer.global_step.name = '...', or use save_state() and load_state()."
+            is_first = seen.setdefault(parameter.name, parameter) is parameter
+            require(is_first, _OWNER, "network or optimizer", rule, got, remedy)
+        replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
+        return replaced
