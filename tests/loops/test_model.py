@@ -174,7 +174,7 @@ def test_a_pass_that_is_shorter_than_its_size_says_ends_its_window_too():
     network, model = toy(accumulation_steps=2)
     dataset, recorder = batches(2), Recorder()
     dataset.set_init_step(5)
-    with pytest.warns(UserWarning, match="must have 4 batches, by its get_dataset_size.., but got 3: a window ends"):
+    with pytest.warns(UserWarning, match="must have 4 batches, by its get_dataset_size.., but got 3: windows end"):
         model.train(3, dataset, recorder, initial_epoch=1)
     assert len(recorder.outputs) == 7
     assert weight_of(network) == pytest.approx(descend(ALL[2:6], [7, 8], ALL[:4], ALL[4:]))

@@ -206,3 +206,12 @@ def test_a_network_with_a_compiled_part_goes_on_with_what_was_loaded(builds_anew
     compiled = api.ms_compile_cache.copy()
     trained(Jitted(), ops.assign)
     assert len(api.ms_compile_cache - compiled) <= 2 * (1 + builds_anew)  # Once per step.
+
+
+def test_a_cell_around_a_step_renames_what_is_gathered_for_a_checkpoint():
+    step, outer = new_step(), nn.Cell()
+    weight = step.network.trainable_params()[0]
+    step.windows[0].reducers[0].gathered = [(weight, lambda shard: shard)]
+    before, outer.step = weight.name, step
+    assert weight.name not in ("", before)
+    assert [*step.parameter_layout_dict] == [*step.parallel_parameter_merge_net_dict] == [weight.name]
