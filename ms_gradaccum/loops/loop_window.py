@@ -121,8 +121,7 @@ class LoopWindow:
         # This comes first, because a schedule can raise before anything has begun.
         self._count_batch([] if join is not None else self.passes.coming(), join)
         for trained in self.networks:
-            trained.has_batch = False
-            trained.reducers[0].begin_micro_batch(self.ends)
+            trained.begin_batch(self.ends)
         self.updated = self.is_saved = False
         self.events.batches += 1
 

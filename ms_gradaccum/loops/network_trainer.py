@@ -69,6 +69,13 @@ class TrainedNetwork(Window):
         self.at_once = self.add_grads_cell.fits_kernels()
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
+    def begin_batch(self, is_last: bool) -> None:
+        """Begin a batch, maybe the last one of its window."""
+        self.has_batch = False
+        if runs_eagerly(compiles=False):  # The caller may compute its gradients.
+            self.micro_steps.jit_parts.follow()
+        self.reducers[0].begin_micro_batch(is_last)
+
     def check_order(self, same_batch: bool, is_saved: bool) -> None:
         """Raise for a backward pass at a wrong moment. ``is_saved``: the current batch is in a saved state."""
         if self.has_batch and not same_batch:

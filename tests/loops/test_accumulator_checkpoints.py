@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import X, weight_of
 from loop_toy import FOUR, toy_loop, train, updates_of
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
@@ -88,3 +88,34 @@ def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():
     names = [each.name for part in (holder.first, holder.second) for each in part.get_parameters()]
     assert names == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert {*map(id, holder.first.get_parameters())} <= {*map(id, holder.accumulator.get_parameters())}
+
+
+class Compiled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(1, 2, "ones", has_bias=False)
+
+    @ms.jit
+    def construct(self, x, y):
+        return ops.mse_loss(self.dense(x), y)
+
+
+@pytest.mark.parametrize("load", [ms.Parameter.set_data, ops.assign])
+def test_own_gradients_of_a_compiled_network_are_those_of_what_was_loaded(load, monkeypatch):
+    """In PYNATIVE mode, where MindSpore's compiled part keeps the memory of before."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.delenv("MS_JIT", raising=False)
+    network = Compiled()
+    weight = network.dense.weight
+    accumulator = Accumulator(network, nn.SGD([weight], 0.1), 1)
+    loss_and_grads = ms.value_and_grad(network, None, [weight])
+    losses = []
+    for i, (x, y) in enumerate(BATCHES):
+        if i == 2:
+            load(weight, Tensor([[5.0], [-5.0]]))
+        with accumulator.accumulate():
+            expected = np.square(x.asnumpy() @ weight.asnumpy().T - y.asnumpy()).mean()
+            loss, grads = loss_and_grads(x, y)
+            accumulator(grads, weight=2.0)
+        losses.append((loss.asnumpy().item(), expected))
+    np.testing.assert_allclose(*zip(*losses), rtol=1e-5)
