@@ -14,6 +14,7 @@ from linear_toy import X, batches, descend, toy, weight_of
 from mindspore import nn, train
 from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
+from step_probe import Around
 
 from ms_gradaccum import EMA, Model, ProgressBar, StateCheckpoint, load_state, save_state
 from ms_gradaccum.loops.epoch import PassSteps
@@ -34,24 +35,13 @@ class Seen(train.Callback):
             raise KeyboardInterrupt
 
 
-class Larger(nn.Cell):
-    """A graph that has the step inside."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, *batch):
-        return self.step(*batch)
-
-
 class Sink(nn.Cell):
     """The network of a sink, and the helper that says how often it is called in an epoch."""
 
     def __init__(self, step, dataset, size, epochs):
         super().__init__(auto_prefix=False)
         is_graph = ms.get_context("mode") == ms.GRAPH_MODE
-        self.step, self.size = Larger(step) if is_graph else step, dataset.get_dataset_size() if size == -1 else size
+        self.step, self.size = Around(step) if is_graph else step, dataset.get_dataset_size() if size == -1 else size
         passes = dataset.create_tuple_iterator(num_epochs=epochs)
         self.batches = itertools.chain.from_iterable(passes for _ in range(epochs))
         self.calls = 1 if is_graph else self.size
