@@ -186,5 +186,6 @@ def whole_parameters(
 def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
     """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
     gathers = {name: gather for reducer in reducers for name, gather in reducer.gathers.items()}
-    step.parameter_layout_dict = dict.fromkeys(gathers, _ANY_LAYOUT)
-    step.parallel_parameter_merge_net_dict = gathers
+    if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
+        step.parameter_layout_dict = dict.fromkeys(gathers, _ANY_LAYOUT)
+        step.parallel_parameter_merge_net_dict = gathers

@@ -281,8 +281,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Rename the parameters, see ``nn.Cell.update_parameters_name``."""
         super().update_parameters_name(prefix, recurse)
-        if isinstance(self.body, HostDrivenStep):  # For other steps, MindSpore gathers by itself.
-            gather_when_saved(self, self.windows[0].reducers)
+        gather_when_saved(self, self.windows[0].reducers)
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
