@@ -272,12 +272,12 @@ def graph_mode() -> AbstractContextManager[None]:
 
 @contextmanager
 def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
-    """On CPU, let the compiler inline cells built with ``lazy_inline`` as ``policy="front"`` does.
+    """Except on Ascend, let the compiler inline cells built with ``lazy_inline`` as ``policy="front"`` does.
 
     Without this, MindSpore fails there (its own step does), which can break the next compilation in the process.
     """
-    on_cpu = ms.get_context("device_target") == "CPU"
-    built = [cell for cell in cells if on_cpu and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
+    inlines = ms.get_context("device_target") != "Ascend"
+    built = [cell for cell in cells if inlines and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
     late = [cell for cell in built if not hasattr(cell, "no_inline")]  # A policy has already set it.
     for cell in late:
         cell.no_inline = False

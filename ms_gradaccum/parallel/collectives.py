@@ -36,10 +36,22 @@ class AllReduce(nn.Cell):
 
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
-        self.all_reduce = ops.AllReduce(group=group.name) if group.ranks.size > 1 else None
+        self.size, self.reduces = group.ranks.size, group.ranks.reduces
+        if self.size > 1:
+            self.all_reduce = ops.AllReduce(group=group.name)
+            self.reduce_scatter, self.all_gather = ops.ReduceScatter(group=group.name), ops.AllGather(group=group.name)
 
     def construct(self, values: Tensor) -> Tensor:
-        return values if self.all_reduce is None else self.all_reduce(values)
+        if self.size == 1:
+            return values
+        if self.reduces:
+            return self.all_reduce(values)
+        # Each rank adds up its part, and all gather the parts, as a ring does it.
+        missing = -values.size % self.size
+        if missing == 0:
+            return self.all_gather(self.reduce_scatter(values.reshape(-1))).reshape(values.shape)
+        padded = ops.concat((values.reshape(-1), ops.zeros((missing,), values.dtype)))
+        return self.all_gather(self.reduce_scatter(padded))[: values.size].reshape(values.shape)
 
 
 class AllGather(nn.Cell):

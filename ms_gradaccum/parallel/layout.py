@@ -70,17 +70,29 @@ class Ranks(NamedTuple):
         """True if the device has an AllGather for these ranks. Otherwise an AllReduce of zero-padded rows stands in."""
         return self.device_target != "CPU" or self.is_world
 
-    def all_reduce(self, nbytes: int, operator: str = "AllReduce") -> Messages:
-        """Return the messages that all-reduce tensors of ``nbytes`` bytes."""
+    @property
+    def reduces(self) -> bool:
+        """True if a graph can have several AllReduces. On GPU, a ReduceScatter and an AllGather stand in for each."""
+        # There MindSpore 2.10 puts them on a stream of their own, where they do not wait for the values that they send.
+        return self.device_target != "GPU"
+
+    def _message(self, operator: str, nbytes: int) -> Messages:
         return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
+
+    def all_reduce(self, nbytes: int) -> Messages:
+        """Return the messages that all-reduce tensors of ``nbytes`` bytes."""
+        if self.reduces:
+            return self._message("AllReduce", nbytes)
+        part = -(-nbytes // (_FLOAT * self.size)) * _FLOAT
+        return self.reduce_scatter(part) + self.all_gather(part)
 
     def reduce_scatter(self, nbytes: int) -> Messages:
         """Return the messages that reduce-scatter to parts of ``nbytes`` bytes each."""
-        return self.all_reduce(nbytes * self.size, "ReduceScatter" if self.scatters else "AllReduce")
+        return self._message("ReduceScatter" if self.scatters else "AllReduce", nbytes * self.size)
 
     def all_gather(self, nbytes: int) -> Messages:
         """Return the messages that all-gather parts of ``nbytes`` bytes each."""
-        return self.all_reduce(nbytes, "AllGather") if self.gathers else self.all_reduce(nbytes * self.size)
+        return self._message("AllGather", nbytes) if self.gathers else self.all_reduce(nbytes * self.size)
 
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one

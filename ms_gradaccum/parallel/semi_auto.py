@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import mindspore as ms
 from mindspore import nn
+from mindspore._c_expression import RuntimeConf
 from mindspore.ops.primitive import _primexpr
 from mindspore.parallel import _utils
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
@@ -88,7 +89,14 @@ class SemiAuto:
 
 
 def _warn_of_differences(network: nn.Cell) -> None:
-    """Warn of losses that are not reported, and of a backward pass that need not be linear."""
+    """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
+    # Not in a simulation, whose device is a CPU.
+    if ms.get_context("device_target") == "GPU" and not RuntimeConf.get_instance().is_launch_blocking():
+        warn(
+            "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "
+            "send, but on GPU they do not in MindSpore 2.10, and parameters can become wrong, with MindSpore's own "
+            "step, too. Call mindspore.runtime.launch_blocking() first, or use DataParallel() or HSDP()."
+        )
     if network.losses is not None:
         # The compiler follows only one output of the forward pass, the loss.
         warn(

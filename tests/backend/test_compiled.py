@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import mindspore as ms
@@ -473,3 +474,11 @@ def test_cells_built_with_lazy_inline_compile_on_cpu_and_train_as_op_by_op(kind)
     for compiled, eager in zip(*gradients):
         np.testing.assert_allclose(compiled, eager, rtol=1e-5, atol=1e-7)
     assert np.abs(gradients[1][0] - gradients[1][2]).max() > 1e-3  # the blocks' weights are not one
+
+
+@pytest.mark.parametrize("device,is_inlined", [("CPU", True), ("GPU", True), ("Ascend", False)])
+def test_only_ascend_calls_cells_built_with_lazy_inline(device, is_inlined, monkeypatch):
+    monkeypatch.setattr(compiled_module, "ms", SimpleNamespace(get_context=lambda name: device))
+    block = LazyBlock()
+    with compiled_module.inlined([block]):
+        assert getattr(block, "no_inline", True) != is_inlined

@@ -1,14 +1,17 @@
 """Messages of many tensors are put together and cut, in one process: those of one size together, each in its place."""
 
+from types import SimpleNamespace
+
 import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum import HSDP
-from ms_gradaccum.parallel.collectives import AssignParts, in_buckets
+from ms_gradaccum.parallel import collectives
+from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets
 from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, layout_of
 
 ONE = Ranks(1, 1, "CPU")
@@ -88,3 +91,29 @@ def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     (sharded,), (kept,) = layout.sharded, layout.kept
     assert sharded.indices == (3, 1, 2, 0) and kept.indices == (5, 6, 4)
     assert sharded.cuts == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
+
+
+class Parts(nn.Cell):
+    """Stands in for a ReduceScatter of three equal ranks, as the sums of all parts, or for the AllGather of these."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def construct(self, values):
+        return values.reshape(3, -1).reshape(-1) * self.factor
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3,), (7,), (1, 5), (2, 3)], ids=str)
+def test_on_a_gpu_no_graph_has_an_all_reduce(shape, mode, monkeypatch):
+    """MindSpore 2.10 would put several of them on another stream, where they do not wait for what they send."""
+    kinds = {
+        "AllReduce": lambda group: None,
+        "ReduceScatter": lambda group: Parts(3.0),
+        "AllGather": lambda group: Parts(1.0),
+    }
+    monkeypatch.setattr(collectives, "ops", SimpleNamespace(**{**vars(ops), **kinds}))
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    total = AllReduce(Group(Ranks(3, 3, "GPU"), 0))(Tensor(values))
+    assert total.shape == shape
+    np.testing.assert_allclose(total.asnumpy(), 3 * values, rtol=1e-6)

@@ -1,11 +1,14 @@
 """Semi-auto-parallel: what is said of networks that it trains otherwise, and of messages."""
 
+from types import SimpleNamespace
+
 import mindspore as ms
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn, ops
 
 from ms_gradaccum import GradAccumulation
+from ms_gradaccum.parallel import semi_auto
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 
 
@@ -32,3 +35,14 @@ def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
     SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float32})
     with pytest.raises(ValueError, match="one of float32 messages in semi-auto-parallel, but got reduce_dtype={"):
         SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float16})
+
+
+@pytest.mark.parametrize("device,waits,warns", [("GPU", False, 1), ("GPU", True, 0), ("Ascend", False, 0)])
+def test_on_a_gpu_messages_that_do_not_wait_are_named(device, waits, warns, monkeypatch, recwarn):
+    context = SimpleNamespace(**{**vars(ms), "get_context": lambda name: device})
+    monkeypatch.setattr(semi_auto, "ms", context)
+    runtime = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_launch_blocking=lambda: waits))
+    monkeypatch.setattr(semi_auto, "RuntimeConf", runtime)
+    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    SemiAuto(cell).check(cell, sgd(cell))
+    assert sum("Call mindspore.runtime.launch_blocking() first" in str(each.message) for each in recwarn) == warns
