@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "nothing is added up over the ranks",
         "parallel/collectives.py",
-        "return values if self.all_reduce is None else self.all_reduce(values)",
-        "return values",
+        "            return self.all_reduce(values)",
+        "            return values",
         RANKS,
     ),
     Mutation(
