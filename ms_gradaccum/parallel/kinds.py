@@ -21,7 +21,7 @@ class DataParallel:
             Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
         overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
             pass goes on, as PyTorch's DistributedDataParallel does. A compiled network needs one more graph for it; op
-            by op, on Ascend, it needs the memory of the messages. Default: ``False``.
+            by op, on Ascend, it needs the memory of the messages. It gains nothing on GPU. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 
