@@ -157,8 +157,8 @@ class AddMicroBatch(nn.Cell):
             finite = ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
             if self.checks_loss:
                 finite = ops.logical_and(finite, ops.isfinite(loss_sum + weight))
-            loss_sum, weight = map_tensors(ops.partial(_keep, finite), (loss_sum, weight))
-            grads = map_tensors(ops.partial(_keep, finite), grads)
+            loss_sum, weight = map_tensors(ops.partial(keep_if, finite), (loss_sum, weight))
+            grads = map_tensors(ops.partial(keep_if, finite), grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.has_notes:
@@ -186,8 +186,9 @@ class AddMicroBatch(nn.Cell):
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
 
-def _keep(finite: Tensor, value: Tensor) -> Tensor:
-    return ops.select(finite, value, ops.zeros_like(value))  # A product with 0 would keep NaN and Inf.
+def keep_if(condition: Tensor, value: Tensor) -> Tensor:
+    """Return ``value``, or zeros unless ``condition`` is true. A product with 0 would keep NaN and Inf."""
+    return ops.select(condition, value, ops.zeros_like(value))
 
 
 class StepParts(NamedTuple):

@@ -22,7 +22,7 @@ from ms_gradaccum.backend.optimizers import (
     optimizers_in,
 )
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip, groups_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
@@ -36,7 +36,8 @@ class GroupFactors(nn.Cell):
 
     def __init__(self, clip: ClipByGroupNorm, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
-        groups, limits = clip.groups_of(reducer.buffer.names), list(clip.limits.values())
+        groups = groups_of("ClipByGroupNorm", "limits", clip.limits, reducer.buffer.names)
+        limits = list(clip.limits.values())
         self.reducer = reducer
         # The members of each group, and the group of each gradient: the last one for gradients without a group.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
