@@ -94,9 +94,7 @@ class ReducedReducer(DataParallelReducer):
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
         self.checks_next = self.several  # If gradients were not reduced, the first update shows it.
-        self.is_empty = True  # True until the first micro batch of a window.
-        self.keeps_grads = self.accumulates
-        self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
+        self.restart()
 
     def max_micro_batches(self, micro_batches: int) -> int:
         counts = gather_counts(micro_batches)
@@ -132,7 +130,8 @@ class ReducedReducer(DataParallelReducer):
                 each.platform.wait_grad_handle()
 
     def restart(self) -> None:
-        self.is_empty, self.keeps_grads, self.factors = True, self.accumulates, []
+        self.is_empty, self.keeps_grads = True, self.accumulates
+        self.factors: list[float] = []  # The factors of the caller's gradients in this window.
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.is_scaled:

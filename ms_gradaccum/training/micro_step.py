@@ -185,6 +185,14 @@ class AddMicroBatch(nn.Cell):
         # The compiler needs a token that depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
+    def add_nothing(self, nothing: Tensor) -> Done:
+        """Take part, without a micro batch, in the collectives of a micro batch of other ranks."""
+        done: Done = ()
+        for reducer in self.reducers:
+            grads = reducer.buffer.no_grads(reducer.replicas(), done)
+            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
+        return done
+
 
 def keep_if(condition: Tensor, value: Tensor) -> Tensor:
     """Return ``value``, or zeros unless ``condition`` is true. A product with 0 would keep NaN and Inf."""
@@ -323,18 +331,3 @@ class EagerMicroStep:
         if self.messages is not None:
             self.values = outputs[1:]
         return outputs
-
-
-class EmptyStep(nn.Cell):
-    """Participation of a rank without micro batches in the collectives of a micro batch."""
-
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        super().__init__(auto_prefix=False)
-        self.reducers = nn.CellList(reducers, auto_prefix=False)
-
-    def construct(self, nothing: Tensor) -> Done:
-        done: Done = ()
-        for reducer in self.reducers:
-            grads = reducer.buffer.no_grads(reducer.replicas(), done)
-            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
-        return done
