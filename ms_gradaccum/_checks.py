@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 import mindspore as ms
 import numpy as np
 from mindspore import nn
+from mindspore.ops.primitive import _primexpr
 
 _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
@@ -251,6 +252,15 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+# For calls in a graph, with constant arguments: they run while it is compiled.
+warn_in_graph = _primexpr(warn)
+
+
+@_primexpr
+def fail_in_graph(text: str) -> None:
+    raise ValueError(text)
 
 
 def first_line(error: BaseException) -> str:

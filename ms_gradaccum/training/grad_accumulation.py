@@ -19,7 +19,7 @@ from ms_gradaccum._checks import (
     check_micro_size,
     refuse_unknown,
     require,
-    warn,
+    warn_in_graph,
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
@@ -39,6 +39,10 @@ _SPLIT_THEMSELVES = {
 }
 # The beginnings of errors that need no hint about the split.
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
+_OTHER_STEP = (
+    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
+    "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
+)
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 
@@ -239,7 +243,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
         if self.training:
-            _warn_without_train_step()
+            warn_in_graph(_OTHER_STEP)
         if self.is_cached or not self.training:
             return self.network(*inputs)
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
@@ -334,11 +338,3 @@ _NOT_IN_GRAPH = {
 @_primexpr
 def _refuse_in_graph(what: str) -> None:
     raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")
-
-
-@_primexpr
-def _warn_without_train_step() -> None:
-    warn(
-        "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
-        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
-    )
