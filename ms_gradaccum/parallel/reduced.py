@@ -77,6 +77,8 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
 class ReducedReducer(DataParallelReducer):
     """Reducer for gradients that are already reduced, e.g. by hooks: it adds up only loss, weight and squares."""
 
+    is_empty = True  # True until the first micro batch of a window.
+
     def __init__(
         self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Reduced, network: nn.Cell
     ) -> None:

@@ -106,6 +106,7 @@ class GradAccumulation(Settled, nn.Cell):
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
+    _obeyed = {"micro_size": check_micro_size}
     # Class name used in messages about a batch: the step's name if the user gave the step a plain loss cell.
     owner = _OWNER
 
