@@ -115,9 +115,6 @@ class GradientBuffer(nn.Cell):
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
-    def mean_loss(self) -> Tensor:
-        return self.loss * reciprocal(self.weight)
-
     def reciprocal_weight(self) -> Tensor:
         return reciprocal(self.weight)
 

@@ -138,16 +138,12 @@ class GradAccumulation(Settled, nn.Cell):
         # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
         self.is_cached = isinstance(network, GradCacheLoss)
         self.losses = _check_losses(losses, self.weighted, self.is_cached)
+        self.other_losses = 0 if losses is None else MOST_OTHER_LOSSES  # The number of further losses in a report.
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
         self._is_built = True
-
-    @property
-    def other_losses(self) -> int:
-        """Number of further losses in a report."""
-        return 0 if self.losses is None else MOST_OTHER_LOSSES
 
     def loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""

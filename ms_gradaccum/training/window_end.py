@@ -84,7 +84,7 @@ class WindowEnd(nn.Cell):
 
     def partial_report(self, done: Done) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput for the open window, after ``done``."""
-        loss = ops.depend(self.buffer.mean_loss(), done)
+        loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
         others = self.buffer.other_losses_after(done)
