@@ -11,15 +11,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
+from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
+from mindspore.ops.primitive import _primexpr
 
 _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
-LastWindow = Literal["apply", "drop", "carry"]  # The treatment of an unfinished window at the end of the data.
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
 MAX_INT = 2**31 - 1
@@ -77,18 +77,19 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
 class Settled:
     """Base class of objects that read their settings once. A later assignment raises, since it would have no effect.
 
-    A constructor ends with ``self._is_built = True``. `_OBEYED` lists the settings that are read in each call.
+    A constructor ends with ``self._is_built = True``.
     """
 
     _is_built = False
+    _obeyed: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # Checks of the settings that are read in each call.
 
     def __setattr__(self, name: str, value: object) -> None:
         own: Any = type(self)
         if self._is_built and name in _settings(own) and value is not getattr(self, name, None):
             kind = next(each for each in own.__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
             rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
-            require((kind, name) in _OBEYED, kind, name, rule, "another one", remedy)
-            value = _OBEYED[kind, name](value)
+            require(name in own._obeyed, kind, name, rule, "another one", remedy)
+            value = own._obeyed[name](value)
         super().__setattr__(name, value)
 
 
@@ -234,23 +235,21 @@ def check_micro_size(value: object) -> int:
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
-def check_last_window(owner: str, value: object) -> str:
-    remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
-    return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
-
-
-_OBEYED: dict[tuple[str, str], Callable[[Any], Any]] = {
-    ("GradAccumulation", "micro_size"): check_micro_size,
-    ("Model", "last_window"): functools.partial(check_last_window, "Model"),
-}
-
-
 def warn(message: str) -> None:
     """Warn at the line of the user's program that led here."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+# For calls in a graph, with constant arguments: they run while it is compiled.
+warn_in_graph = _primexpr(warn)
+
+
+@_primexpr
+def fail_in_graph(text: str) -> None:
+    raise ValueError(text)
 
 
 def first_line(error: BaseException) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import DamagedState, State, is_count
-from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import is_user
+from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array as Array
 
 # The name of the module is that of a function, too.
@@ -47,11 +47,8 @@ class KeptTensors:
             tensor = self.tensors[i]
             if i not in self.values:
                 lost.append(tensor)
-            elif isinstance(tensor, Parameter):
-                with op_by_op():
-                    ops.assign(tensor, Tensor(self.values[i], tensor.dtype))
             else:
-                tensor.assign_value(Tensor(self.values[i], tensor.dtype))
+                assign_in_place(tensor, Tensor(self.values[i], tensor.dtype))
         if lost:
             names = ", ".join(repr(getattr(tensor, "name", "a tensor")) for tensor in lost)
             raise RuntimeError(f"it changes {names} out of training alone, which stays changed")

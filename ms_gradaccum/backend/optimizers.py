@@ -15,7 +15,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, require, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
-from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.network_code import JitParts, NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -135,8 +135,11 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     return ParameterTuple(found.values())
 
 
-def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
-    return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
+def jit_parts_of(optimizer: nn.Cell) -> JitParts:
+    """Return the parts that MindSpore compiles, of the optimizer and of those inside it."""
+    kinds = (nn.Optimizer, ExperimentalOptimizer)
+    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, kinds)]
+    return JitParts(optimizers, [parameter for each in optimizers for parameter in all_parameters(each)])
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:

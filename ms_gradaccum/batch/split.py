@@ -1,6 +1,5 @@
 """Split a batch of inputs into micro batches."""
 
-import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -113,14 +112,6 @@ def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
             f"For '{_OWNER}', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
             f"{array.dtype}. Convert it, for example with astype(np.float32)."
         ) from None
-
-
-def hash_of(inputs: object) -> bytes:
-    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
-    tensors, total = Flattened(inputs).tensors, hashlib.sha256()
-    for tensor in tensors:
-        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
-    return total.digest() if tensors else b""
 
 
 def check_batch_axis(axis: object) -> BatchAxis:

@@ -11,6 +11,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum._checks import fail_in_graph
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.kernels import Tensors, add_each_in_place, add_in_place, as_dtype, fill_each_in_place, spread
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
@@ -29,6 +30,11 @@ class WindowTotals(NamedTuple):
 
 
 _NOTHING_ELSE = WindowTotals()
+_ROWS = (
+    "For 'GradAccumulation', the gradients of this optimizer must be dense, but got one of a sparse lookup. It would "
+    "leave alone the rows that one batch does not read, which no sum over micro batches knows. Use nn.Embedding, or "
+    "another optimizer."
+)
 
 
 class GradientBuffer(nn.Cell):
@@ -108,9 +114,6 @@ class GradientBuffer(nn.Cell):
     def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
-
-    def mean_loss(self) -> Tensor:
-        return self.loss * reciprocal(self.weight)
 
     def reciprocal_weight(self) -> Tensor:
         return reciprocal(self.weight)
@@ -207,7 +210,7 @@ def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
 
 @_add_dense_only.register("Tensor", "Tensor", "RowTensor")
 def _add_no_rows(factor: Tensor, total: Parameter, grad: object) -> Tensor:
-    _refuse_rows()
+    fail_in_graph(_ROWS)
     return total
 
 
@@ -221,15 +224,6 @@ def sparse_lookup(network: nn.Cell) -> str | None:
         if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
             return str(cell.cls_name)
     return None
-
-
-@_primexpr
-def _refuse_rows() -> None:
-    raise ValueError(
-        "For 'GradAccumulation', the gradients of this optimizer must be dense, but got one of a sparse lookup. It "
-        "would leave alone the rows that one batch does not read, which no sum over micro batches knows. "
-        "Use nn.Embedding, or another optimizer."
-    )
 
 
 def reciprocal(weight: Tensor) -> Tensor:

@@ -209,10 +209,6 @@ class ClipByGroupNorm:
         }
         object.__setattr__(self, "limits", limits)
 
-    def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Return the index of each parameter's group, -1 for none."""
-        return groups_of("ClipByGroupNorm", "limits", self.limits, names)
-
 
 Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.
 ClipCell = NoClip | ClipByGlobalNorm | ClipByGroupNorm | ClipByValue  # The same after `check_clip`.

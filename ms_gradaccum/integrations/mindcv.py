@@ -7,9 +7,10 @@ from typing import Any
 from mindspore import amp, nn
 from mindspore.train import Metric
 
-from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, require
+from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
+from ms_gradaccum.loops.epoch import LastWindow
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation

@@ -12,17 +12,7 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import (
-    Settled,
-    Uncopied,
-    check_bool,
-    check_cell,
-    check_choice,
-    check_type,
-    refuse_unknown,
-    require,
-    typed,
-)
+from ms_gradaccum._checks import Settled, Uncopied, check_bool, check_choice, check_type, refuse_unknown, require, typed
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import scalar
@@ -241,7 +231,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
             networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
         """
         for each in networks:
-            check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
+            check_type(_OWNER, "networks", each, nn.Cell, "an nn.Cell", "Write 'with accumulator.accumulate():'.")
         return self.window.batch()
 
     @contextmanager

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import mindspore as ms
 import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import require, warn
+from ms_gradaccum._checks import check_choice, require, warn
 from ms_gradaccum.backend.kept_state import put_device_random_state
 from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
@@ -17,7 +17,13 @@ from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Model"
+LastWindow = Literal["apply", "drop", "carry"]  # The treatment of an unfinished window at the end of the data.
 _PASSES_ONLY = "A state knows passes over the data, and no sinks."
+
+
+def check_last_window(owner: str, value: object) -> str:
+    remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+    return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import mindspore as ms
@@ -13,24 +14,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import Callback, Metric
 from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import (
-    LastWindow,
-    Settled,
-    check_bool,
-    check_cell,
-    check_choice,
-    check_last_window,
-    refuse_unknown,
-    require,
-    typed,
-    warn,
-)
+from ms_gradaccum._checks import Settled, check_bool, check_cell, check_choice, refuse_unknown, require, typed, warn
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.loops.data_position import PassPlace, first_batch
-from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback, StopTogether
+from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
@@ -108,6 +98,7 @@ class Model(Settled, ms.Model):
         [[2.04]]
     """
 
+    _obeyed = {"last_window": partial(check_last_window, _OWNER)}
     # The first callback of the current training; True to resume from a state; and the place of a loaded state.
     _steps: PassSteps | None = None
     _resume = _has_trained = False

@@ -25,7 +25,7 @@ from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.micro_step import AddMicroBatch
+from ms_gradaccum.training.micro_step import AddMicroBatch, keep_if
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -187,21 +187,16 @@ class TrainedNetwork(Window):
             warn(str(disorder(rule, f"{got}, so nothing has been trained yet", remedy)))
 
 
-def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
-    return ops.select(empty, ops.zeros_like(grad), grad)
-
-
 class AddGrads(AddMicroBatch):
     """Add gradients that the caller has computed to the buffers."""
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
         # A mean over nothing is 0 / 0.
-        empty = factor == 0.0
-        value = ops.select(empty, ops.zeros_like(value), value)
+        has_rows = factor != 0.0
         if len(grads) > 0:
-            grads = map_tensors(ops.partial(_none_of, empty), grads)
-        return self.added(value, weight, factor, grads, ())
+            grads = map_tensors(ops.partial(keep_if, has_rows), grads)
+        return self.added(keep_if(has_rows, value), weight, factor, grads, ())
 
 
 class BatchMeanLoss(nn.Cell):

@@ -77,6 +77,8 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
 class ReducedReducer(DataParallelReducer):
     """Reducer for gradients that are already reduced, e.g. by hooks: it adds up only loss, weight and squares."""
 
+    is_empty = True  # True until the first micro batch of a window.
+
     def __init__(
         self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Reduced, network: nn.Cell
     ) -> None:
@@ -94,9 +96,7 @@ class ReducedReducer(DataParallelReducer):
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
         self.checks_next = self.several  # If gradients were not reduced, the first update shows it.
-        self.is_empty = True  # True until the first micro batch of a window.
-        self.keeps_grads = self.accumulates
-        self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
+        self.restart()
 
     def max_micro_batches(self, micro_batches: int) -> int:
         counts = gather_counts(micro_batches)
@@ -132,7 +132,8 @@ class ReducedReducer(DataParallelReducer):
                 each.platform.wait_grad_handle()
 
     def restart(self) -> None:
-        self.is_empty, self.keeps_grads, self.factors = True, self.accumulates, []
+        self.is_empty, self.keeps_grads = True, self.accumulates
+        self.factors: list[float] = []  # The factors of the caller's gradients in this window.
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.is_scaled:

@@ -9,10 +9,11 @@ import numpy as np
 from mindspore import Parameter
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import LastWindow, argument_error, counted
+from ms_gradaccum._checks import argument_error, counted
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import WindowTotals
 from ms_gradaccum.gradients.clipping import Clip, check_clip
+from ms_gradaccum.loops.epoch import LastWindow, check_last_window
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
 from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, layout_of
 from ms_gradaccum.tools.text import aligned, size_text
@@ -232,7 +233,7 @@ def _check_settings(plan: TrainingPlan) -> None:
         rule = "either epochs or steps must be given"
         raise ValueError(f"For '{_OWNER}', {rule}, but got {got}. Say how long it trains.")
     check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
-    check.check_last_window(_OWNER, plan.last_window)
+    check_last_window(_OWNER, plan.last_window)
 
 
 def _window_batches(plan: TrainingPlan) -> int:

@@ -19,7 +19,7 @@ from ms_gradaccum._checks import (
     check_micro_size,
     refuse_unknown,
     require,
-    warn,
+    warn_in_graph,
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
@@ -39,6 +39,10 @@ _SPLIT_THEMSELVES = {
 }
 # The beginnings of errors that need no hint about the split.
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
+_OTHER_STEP = (
+    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
+    "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
+)
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 
@@ -102,6 +106,7 @@ class GradAccumulation(Settled, nn.Cell):
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
+    _obeyed = {"micro_size": check_micro_size}
     # Class name used in messages about a batch: the step's name if the user gave the step a plain loss cell.
     owner = _OWNER
 
@@ -133,16 +138,12 @@ class GradAccumulation(Settled, nn.Cell):
         # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
         self.is_cached = isinstance(network, GradCacheLoss)
         self.losses = _check_losses(losses, self.weighted, self.is_cached)
+        self.other_losses = 0 if losses is None else MOST_OTHER_LOSSES  # The number of further losses in a report.
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
         self._is_built = True
-
-    @property
-    def other_losses(self) -> int:
-        """Number of further losses in a report."""
-        return 0 if self.losses is None else MOST_OTHER_LOSSES
 
     def loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
@@ -239,7 +240,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
         if self.training:
-            _warn_without_train_step()
+            warn_in_graph(_OTHER_STEP)
         if self.is_cached or not self.training:
             return self.network(*inputs)
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
@@ -334,11 +335,3 @@ _NOT_IN_GRAPH = {
 @_primexpr
 def _refuse_in_graph(what: str) -> None:
     raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")
-
-
-@_primexpr
-def _warn_without_train_step() -> None:
-    warn(
-        "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
-        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
-    )

@@ -7,7 +7,6 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.backend.compiled import Compiled, Eager, op_by_op, runs_eagerly
@@ -35,6 +34,7 @@ _LAST = 64
 _OWNER = "GradAccumulation"
 # Classes of cells in evaluation mode during the measurement: random cells and those with batch statistics, or all.
 _AS_IN_TRAINING, _IN_EVALUATION = ("Drop", "BatchNorm"), ("",)
+IN_LARGER_GRAPH = Finding.not_measured("the step is part of a larger graph").text
 _MOVES = (
     "For 'GradAccumulation', the forward pass should leave what no optimizer updates as it is, but it changes {names}: "
     "each micro batch does so, and the next one sees it. Change it at the end of an update, as in a callback's "
@@ -325,9 +325,3 @@ def _noise(loss: Callable[[Rows], Loss], passes: Sequence[tuple[Rows, Loss]], sp
             draws = [loss(whole).value for _ in range(_REPEATS)]
             return max(_DRAWS * split.relative(float(np.std(draws, ddof=1))), _SEEN * difference)
     return difference
-
-
-@_primexpr
-def warn_of_larger_graph() -> None:
-    """Warn, while a larger graph is compiled, that it trains a loss that is not measured."""
-    warn(Finding.not_measured("the step is part of a larger graph").text)

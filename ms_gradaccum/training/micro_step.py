@@ -157,8 +157,8 @@ class AddMicroBatch(nn.Cell):
             finite = ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
             if self.checks_loss:
                 finite = ops.logical_and(finite, ops.isfinite(loss_sum + weight))
-            loss_sum, weight = map_tensors(ops.partial(_keep, finite), (loss_sum, weight))
-            grads = map_tensors(ops.partial(_keep, finite), grads)
+            loss_sum, weight = map_tensors(ops.partial(keep_if, finite), (loss_sum, weight))
+            grads = map_tensors(ops.partial(keep_if, finite), grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.has_notes:
@@ -185,9 +185,18 @@ class AddMicroBatch(nn.Cell):
         # The compiler needs a token that depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
+    def add_nothing(self, nothing: Tensor) -> Done:
+        """Take part, without a micro batch, in the collectives of a micro batch of other ranks."""
+        done: Done = ()
+        for reducer in self.reducers:
+            grads = reducer.buffer.no_grads(reducer.replicas(), done)
+            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
+        return done
 
-def _keep(finite: Tensor, value: Tensor) -> Tensor:
-    return ops.select(finite, value, ops.zeros_like(value))  # A product with 0 would keep NaN and Inf.
+
+def keep_if(condition: Tensor, value: Tensor) -> Tensor:
+    """Return ``value``, or zeros unless ``condition`` is true. A product with 0 would keep NaN and Inf."""
+    return ops.select(condition, value, ops.zeros_like(value))
 
 
 class StepParts(NamedTuple):
@@ -322,18 +331,3 @@ class EagerMicroStep:
         if self.messages is not None:
             self.values = outputs[1:]
         return outputs
-
-
-class EmptyStep(nn.Cell):
-    """Participation of a rank without micro batches in the collectives of a micro batch."""
-
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        super().__init__(auto_prefix=False)
-        self.reducers = nn.CellList(reducers, auto_prefix=False)
-
-    def construct(self, nothing: Tensor) -> Done:
-        done: Done = ()
-        for reducer in self.reducers:
-            grads = reducer.buffer.no_grads(reducer.replicas(), done)
-            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
-        return done

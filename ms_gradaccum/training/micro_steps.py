@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
@@ -22,7 +22,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
 from ms_gradaccum.training.loss_check import LossCheck
-from ms_gradaccum.training.micro_step import EagerMicroStep, EmptyStep, MicroStep, Outputs, StepParts, start_tensors
+from ms_gradaccum.training.micro_step import EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
 
@@ -67,7 +67,7 @@ class MicroSteps:
         self.waits_for_others = several or self.comes_reduced
         # No thread pool for several ranks: they share cores, and their messages must keep one order.
         self.may_use_thread_pool = not several
-        self.empty_step = Compiled(lambda: EmptyStep(reducers), self.owner, "the empty step")
+        self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
         self.jit_parts = JitParts((cell for _, cell in network.cells_and_names()), network.get_parameters())
         self.loss_check = LossCheck(network, self.parameters, settings, half, several)
         self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.

@@ -14,7 +14,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import warn
+from ms_gradaccum._checks import warn, warn_in_graph
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
@@ -29,7 +29,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, warn_of_no_end
+from ms_gradaccum.training.window_end import MAX_OVERFLOWS, NO_END, broken_gradient, decide
 
 _NO_NORM = Tensor(0.0, ms.float32)
 
@@ -160,7 +160,7 @@ class PartitionedStep(Step):
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:
-            warn_of_no_end()
+            warn_in_graph(NO_END)
         # Assign zeros, because a product with 0 would keep NaN and Inf forever.
         report = ops.depend(report, map_tensors(_clear, ops.depend(self.accumulators, report)))
         report = ops.depend(report, self.loss_scale(updated, overflow, report))

@@ -7,7 +7,7 @@ from typing import NoReturn
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_of_open
+from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_in_graph, warn_of_open
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
@@ -18,7 +18,7 @@ from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.loss_check import warn_of_larger_graph
+from ms_gradaccum.training.loss_check import IN_LARGER_GRAPH
 from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.partitioned_step import PartitionedStep, Step
 from ms_gradaccum.training.settings import STEP_REMEDY, BadMicroBatch, StepSettings, check_stock_arguments
@@ -120,7 +120,7 @@ class HostDrivenStep(Step):
         """The whole window as part of one graph. Return the items of a StepOutput."""
         check_compiling(False)
         if self.is_unmeasured:
-            warn_of_larger_graph()
+            warn_in_graph(IN_LARGER_GRAPH)
         parts = self.network.split_in_graph(inputs)
         batch_rows = Tensor(0.0, ms.float32)
         for part in parts:

@@ -13,16 +13,10 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import at_once, cast_each_like, on_cpu, scale, scale_each_in_place
-from ms_gradaccum.backend.network_code import JitParts, is_user
-from ms_gradaccum.backend.optimizers import (
-    all_parameters,
-    compiles_itself,
-    may_have_branches,
-    needs_call,
-    optimizers_in,
-)
+from ms_gradaccum.backend.network_code import is_user
+from ms_gradaccum.backend.optimizers import all_parameters, compiles_itself, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip, groups_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
@@ -36,7 +30,8 @@ class GroupFactors(nn.Cell):
 
     def __init__(self, clip: ClipByGroupNorm, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
-        groups, limits = clip.groups_of(reducer.buffer.names), list(clip.limits.values())
+        groups = groups_of("ClipByGroupNorm", "limits", clip.limits, reducer.buffer.names)
+        limits = list(clip.limits.values())
         self.reducer = reducer
         # The members of each group, and the group of each gradient: the last one for gradients without a group.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
@@ -174,9 +169,7 @@ class EagerUpdate:
         # Op by op, MindSpore's graph of the optimizer would use the old parameters after a checkpoint is loaded.
         compiles = not needs_graphs and compiles_itself(self.optimizer)
         self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
-        # MindSpore may compile parts of each optimizer inside.
-        optimizers = optimizers_in(self.optimizer)
-        self.jit_parts = JitParts(optimizers, [each for inner in optimizers for each in all_parameters(inner)])
+        self.jit_parts = jit_parts_of(self.optimizer)
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             name = type(self.optimizer).__name__
             does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"

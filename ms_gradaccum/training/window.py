@@ -11,12 +11,12 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
-from ms_gradaccum.batch.split import hash_of
+from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import RanksDiffer, compare_ranks
+from ms_gradaccum.parallel.world import RanksDiffer, compare_ranks, digest
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -126,11 +126,11 @@ class Window:
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
-    def note_first(self, what: str, tensors: object) -> None:
+    def note_first(self, what: str, inputs: object) -> None:
         """With several ranks, record the first batch or gradients of this rank."""
         if self.several and self.first is None:
-            found = hash_of(tensors)
-            self.first = [what, found.hex()] if found else []
+            tensors = Flattened(inputs).tensors
+            self.first = [what, digest(tensors)] if tensors else []
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""

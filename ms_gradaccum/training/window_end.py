@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import argument_error, warn_in_graph
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op, runs_eagerly
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.kernels import at_once
@@ -21,6 +20,10 @@ from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
 MAX_OVERFLOWS = 100
+NO_END = (
+    f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but this "
+    f"device has no errors in a larger graph. Look at the outputs' `overflow`."
+)
 
 
 class WindowEnd(nn.Cell):
@@ -81,7 +84,7 @@ class WindowEnd(nn.Cell):
 
     def partial_report(self, done: Done) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput for the open window, after ``done``."""
-        loss = ops.depend(self.buffer.mean_loss(), done)
+        loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
         others = self.buffer.other_losses_after(done)
@@ -116,7 +119,7 @@ class WindowEnd(nn.Cell):
                 if in_a_row >= MAX_OVERFLOWS:
                     raise RuntimeError(self.broken)
             else:
-                warn_of_no_end()
+                warn_in_graph(NO_END)
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, rate, weight)
@@ -186,15 +189,6 @@ def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, 
     if skips_overflow:
         updated = ops.logical_and(updated, ops.logical_not(overflow))
     return overflow, updated
-
-
-@_primexpr
-def warn_of_no_end() -> None:
-    """Warn, while a larger graph is compiled, that the graph cannot end a training that makes no more updates."""
-    warn(
-        f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but "
-        f"this device has no errors in a larger graph. Look at the outputs' `overflow`."
-    )
 
 
 def broken_gradient(owner: str) -> str:

@@ -144,7 +144,8 @@ class Experiment:
         buffer = self.reducer.buffer
         buffer.clear()
         self.micro_steps.run(self.inputs, {})
-        factor, loss, weight = map(float, (buffer.reciprocal_weight(), buffer.mean_loss(), buffer.weight))
+        inverse = buffer.reciprocal_weight()
+        factor, loss, weight = map(float, (inverse, buffer.loss * inverse, buffer.weight))
         grads = [(total.asnumpy() * np.float32(factor)).astype(np.float32) for total in buffer.sums]
         return Run(loss, weight, grads, self.start.changed())
 
