@@ -775,7 +775,7 @@ def test_a_larger_graph_says_that_it_does_not_measure(monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
     inputs = (Tensor(X), Tensor(Y))
-    step, called = (step_of(nn.WithLossCell(net(), nn.MSELoss())) for _ in range(2))
+    step, called = (step_of(nn.WithLossCell(net(), nn.MSELoss()), 2) for _ in range(2))
     called(*inputs)
     (said,) = said_by(lambda: Around(step)(*inputs))
     assert "the step is part of a larger graph" in said
