@@ -25,30 +25,31 @@ class _Outer(nn.Cell):
         return self.step(x, y)
 
 
-def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
-    """Return what is said about each setting that cannot work."""
+def refusals(batch: tuple[Tensor, Tensor], rank: int, size: int) -> dict[str, str]:
+    """Return what is said about each setting that cannot work. Compiling needs no other rank: each takes its share."""
     # Built while there is no GPU: data parallel communicates then.
     inside = TrainOneStepCell(loss_cell_of(_PLAIN, network := Network()), optimizer_of(_PLAIN, network))
     around = AutoParallel(inside)
+    attempts = {
+        "pipeline": lambda: _step(lambda cell: cell.pipeline(2)),
+        "gradients_mean": lambda: _step(lambda cell: cell.enable_gradients_mean()),
+        "loss_repeated_mean": lambda: _step(lambda cell: cell.disable_loss_repeated_mean()),
+        "accumulation_steps": lambda: _step(accumulation_steps=2),
+        "parallel": lambda: _step(parallel=DataParallel()),
+        "clip": lambda: _step(clip=ClipByGroupNorm({"*": 1.0})),
+        "reduce_dtype": lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16")),
+        "bad_micro_batch": lambda: _step(bad_micro_batch="drop"),
+        "rule in Python": lambda: partition(_step(mixed_precision=_MANAGER), *batch),
+        "part": lambda: _step(part=True),
+        "rows": lambda: partition(_step(variant=Variant(7)), *batch),
+        "cast first": lambda: partition(_step(mixed_precision="fp16_apex"), *batch),
+        "late": lambda: partition(_changed(_step()), *batch),
+        "larger graph": lambda: partition(_Outer(_step()), *batch),
+        "around": lambda: _in_context(around, lambda: partition(inside, *batch)),
+        "Model around": lambda: Model(around),
+    }
     with gpu_target():
-        return {
-            "pipeline": said(lambda: _step(lambda cell: cell.pipeline(2))),
-            "gradients_mean": said(lambda: _step(lambda cell: cell.enable_gradients_mean())),
-            "loss_repeated_mean": said(lambda: _step(lambda cell: cell.disable_loss_repeated_mean())),
-            "accumulation_steps": said(lambda: _step(accumulation_steps=2)),
-            "parallel": said(lambda: _step(parallel=DataParallel())),
-            "clip": said(lambda: _step(clip=ClipByGroupNorm({"*": 1.0}))),
-            "reduce_dtype": said(lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16"))),
-            "bad_micro_batch": said(lambda: _step(bad_micro_batch="drop")),
-            "rule in Python": said(lambda: partition(_step(mixed_precision=_MANAGER), *batch)),
-            "part": said(lambda: _step(part=True)),
-            "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
-            "cast first": said(lambda: partition(_step(mixed_precision="fp16_apex"), *batch)),
-            "late": said(lambda: partition(_changed(_step()), *batch)),
-            "larger graph": said(lambda: partition(_Outer(_step()), *batch)),
-            "around": said(lambda: _in_context(around, lambda: partition(inside, *batch))),
-            "Model around": said(lambda: Model(around)),
-        }
+        return {name: said(attempts[name]) for name in list(attempts)[rank::size]}
 
 
 def _step(

@@ -158,7 +158,7 @@ def main() -> None:
     if size == 2:
         stock = {"one": Variant(1), "shards": Variant(2, "level3", lazy=True)}
         result["stock"] = {name: attempt(stock_numbers, variant, rank, size) for name, variant in stock.items()}
-        result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size))
+        result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size), rank, size)
         if rank == 1:  # The first one has more to count.
             result["ways"] = attempt(ways, local_batch(Variant(1), 0, rank, size))
     report(rank, result)

@@ -1,6 +1,7 @@
 """A job that cannot go on says why, soon, and leaves no process."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ import time
 
 time.sleep(5)  # until run.sh has noted which process each worker is
 print("the loss falls", flush=True)
-if os.environ["MS_ROLE"] == "MS_WORKER" and sys.argv[1:] == [os.environ["MS_NODE_ID"]]:
+if os.environ["MS_ROLE"] == "MS_WORKER" and os.environ["MS_NODE_ID"] in sys.argv[1:]:
     1 // 0
 time.sleep(1000)
 """
@@ -58,6 +59,15 @@ def test_an_exception_in_one_worker_ends_the_job(tmp_path, program):
     result = run_sample(tmp_path, limit=180, arguments=(program, "1"))
     assert result.returncode == 1
     assert result.stderr.startswith("Error: worker 1 ended with status 1.\n")
+    assert "Last lines of log_output/worker_1.log:" in result.stderr
+    assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr
+    assert processes_in(tmp_path) == {}
+
+
+def test_where_all_workers_fail_the_last_lines_of_one_are_shown(tmp_path, program):
+    result = run_sample(tmp_path, limit=180, arguments=(program, "0", "1"))
+    assert result.returncode == 1
+    assert re.search(r"^Last lines of log_output/worker_[01].log:$", result.stderr, re.M)
     assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr
     assert processes_in(tmp_path) == {}
 

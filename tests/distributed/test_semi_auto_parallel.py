@@ -153,6 +153,5 @@ def test_evaluation_compiles_after_training(reports):
     ],
 )
 def test_what_would_go_wrong_is_refused(reports, setting, words):
-    for report in reports[2]:
-        said = succeeded(report["refusals"])[setting]
-        assert said.startswith("For '") and words in said
+    (said,) = [found[setting] for report in reports[2] if setting in (found := succeeded(report["refusals"]))]
+    assert said.startswith("For '") and words in said

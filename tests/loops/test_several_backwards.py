@@ -80,8 +80,17 @@ def as_it_is(critic):
     return critic
 
 
-@pytest.mark.parametrize("cells", [as_it_is, split], ids=["one micro batch", "two micro batches"])
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])
+SCALED = {"mixed_precision": StaticLossScaler(1024)}
+# Each mode with each number of micro batches, with and without a scale, and these with each other.
+PASSES = {
+    "GRAPH-one micro batch": (ms.GRAPH_MODE, as_it_is, {}),
+    "GRAPH-two micro batches-scaled": (ms.GRAPH_MODE, split, SCALED),
+    "PYNATIVE-one micro batch-scaled": (ms.PYNATIVE_MODE, as_it_is, SCALED),
+    "PYNATIVE-two micro batches": (ms.PYNATIVE_MODE, split, {}),
+}
+
+
+@pytest.mark.parametrize("mode, cells, options", PASSES.values(), ids=PASSES, indirect=["mode"])
 def test_two_backward_passes_of_a_batch_train_the_sum_of_both_means(mode, cells, options):
     losses, expected = whole_windows()
     critic = Critic()

@@ -37,15 +37,6 @@ def test_no_process_is_left(finished):
     assert processes_in(folder) == {}
 
 
-def test_a_worker_that_fails_ends_the_sample_with_its_last_lines(tmp_path):
-    result = run_sample(tmp_path, EPOCHS="many", DATA_PATH=str(SUBSET))
-    assert result.returncode != 0
-    # All of them fail; the first one to do so is shown.
-    assert re.search(r"^Last lines of log_output/worker_[01].log:$", result.stderr, re.M)
-    assert "ValueError: invalid literal for int() with base 10: 'many'" in result.stderr
-    assert processes_in(tmp_path) == {}
-
-
 def test_a_wrong_data_path_is_told_at_once(tmp_path):
     result = run_sample(tmp_path, DATA_PATH=str(tmp_path / "nowhere"))
     assert result.returncode == 1

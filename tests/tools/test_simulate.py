@@ -16,6 +16,7 @@ from unittest import mock
 import mindspore
 import pytest
 import simulated_programs as programs
+from refusal import raises
 from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, sharded
 from started_processes import processes_with
 
@@ -94,11 +95,15 @@ def test_rows_on_two_devices_in_a_model():
     assert json.loads(json.dumps(found.to_dict()))["training"]["farthest"] == found.training.farthest
 
 
-@compiles
-def test_what_a_process_raises_is_raised_here():
-    with refuses(RuntimeError, "For 'simulate', what 'build' returns must compile and run, but rank ") as caught:
-        simulate(fails, 2)
-    assert str(caught.value).endswith("got OSError: no such data")
+def test_what_a_process_raises_is_raised_here(tmp_path):
+    """The job that brings it is tested with a network's error in `test_micro_size_finder.py`."""
+    try:
+        build_step(Builder.of("simulate", fails), str(ROOT))
+    except OSError as error:
+        Meeting(str(tmp_path)).error(error)
+    sentence = "For 'simulate', what 'build' returns must compile and run, but rank 0 got OSError: no such data"
+    with job_of(tmp_path, 1) as job, raises(RuntimeError, sentence) as caught:
+        wait_for_reports(job, 60.0, str)
     assert "simulated_programs.py" in str(caught.value.__cause__)
 
 

@@ -12,7 +12,12 @@ from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training import window_end
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize(
+    "mode, accumulation_steps",
+    [(ms.GRAPH_MODE, 1), (ms.PYNATIVE_MODE, 2)],
+    ids=["GRAPH-1", "PYNATIVE-2"],
+    indirect=["mode"],
+)
 def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, monkeypatch):
     monkeypatch.setattr(window_end, "MAX_OVERFLOWS", 3)
     network = line()

@@ -617,9 +617,8 @@ def test_a_loss_that_draws_much_is_measured_with_the_same_numbers(seed, reductio
     assert ms.get_seed() == seed
 
 
-@pytest.mark.parametrize("group, count", [(4, 0), (2, 0), (8, 1)])
-def test_groups_of_rows_that_stay_together_are_right(group, count, network_mode):
-    """Advantages of the answers to a prompt; those of 8 answers are cut into micro batches of 4."""
+def said_of_groups(group):
+    """Return what is said of advantages of the answers to a prompt, in micro batches of 4 answers."""
 
     def grpo(self, x, y):
         rewards = y[:, 0].reshape(-1, min(group, x.shape[0]))
@@ -628,7 +627,17 @@ def test_groups_of_rows_that_stay_together_are_right(group, count, network_mode)
 
     assert len(X) == 16
     step = step_of(Of(grpo))
-    assert len(said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)])) == count
+    return said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)])
+
+
+@pytest.mark.parametrize("group, count", [(4, 0), (8, 1)])
+def test_groups_of_rows_that_stay_together_are_right(group, count, network_mode):
+    """Those of 8 answers are cut."""
+    assert len(said_of_groups(group)) == count
+
+
+def test_several_groups_in_a_micro_batch_are_right(eager):
+    assert said_of_groups(2) == []
 
 
 def test_a_token_mean_is_told_where_its_first_micro_batches_fit(eager):
@@ -766,7 +775,7 @@ def test_a_larger_graph_says_that_it_does_not_measure(monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
     inputs = (Tensor(X), Tensor(Y))
-    step, called = (step_of(nn.WithLossCell(net(), nn.MSELoss())) for _ in range(2))
+    step, called = (step_of(nn.WithLossCell(net(), nn.MSELoss()), 2) for _ in range(2))
     called(*inputs)
     (said,) = said_by(lambda: Around(step)(*inputs))
     assert "the step is part of a larger graph" in said
