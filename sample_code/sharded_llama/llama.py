@@ -1,4 +1,4 @@
-"""A network of Llama's shape whose operators are sharded: RMSNorm, rotary positions, SwiGLU, tied or own vocabulary.
+"""A network of Llama's shape whose operators are sharded: RMSNorm, rotary positions, SwiGLU, tied vocabulary.
 
 It is built of primitives, since only these take a strategy. ``dp`` splits rows, ``mp`` columns, heads and vocabulary.
 """
@@ -23,7 +23,6 @@ class Llama:
     inner: int = 32
     vocabulary: int = 32
     length: int = 8
-    tied: bool = True
     # The rows of the norms and residuals are split over mp too.
     sequence_parallel: bool = False
     recompute: bool = False
@@ -163,8 +162,7 @@ class LlamaLoss(nn.Cell):
         self.gather = ops.Gather().shard(((mp, 1), (dp, 1)))
         self.blocks = nn.CellList([Block(shape, rng) for _ in range(shape.layers)])
         self.norm = RMSNorm(shape, _rows(shape))
-        head = self.table if shape.tied else _weight(rng, shape.vocabulary, shape.width)
-        self.head = Linear(shape, head, ((dp, 1), (mp, 1)))
+        self.head = Linear(shape, self.table, ((dp, 1), (mp, 1)))
         self.reshape, self.cast = ops.Reshape(), ops.Cast()
         self.most = ops.ReduceMax(keep_dims=True).shard(((dp, mp),))
         self.less = ops.Sub().shard(((dp, mp), (dp, 1)))
