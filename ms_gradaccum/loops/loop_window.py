@@ -161,6 +161,13 @@ class LoopWindow:
         """True if the current batch is counted but not added yet."""
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
+    @property
+    def is_early(self) -> bool:
+        """True before the first batch, and in the last batch of a window until a network is stepped."""
+        if not self.in_batch:
+            return self.events.batches == 0
+        return self.ends and (self._awaits_batch or all(trained.is_open for trained in self.networks))
+
     def _begin_anew(self) -> None:
         """Begin a window, with the current batch or with the rest of it."""
         self.batches = 0

@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     is_flag,
     require,
     typed,
+    warn,
 )
 from ms_gradaccum.backend import plain_state
 
@@ -128,8 +129,13 @@ class PreparedScheduler:
     follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
     is_due = False  # True if there was an update since its last step.
 
-    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, in_batch: Callable[[], bool]) -> None:
-        self.scheduler, self.in_batch = scheduler, in_batch
+    def __init__(
+        self,
+        scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR,
+        in_batch: Callable[[], bool],
+        is_early: Callable[[], bool],
+    ) -> None:
+        self.scheduler, self.in_batch, self.is_early = scheduler, in_batch, is_early
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # A copy does not have it yet.
@@ -153,3 +159,9 @@ class PreparedScheduler:
         if self.is_due:
             self.is_due = False
             self.scheduler.step(*args, **kwargs)
+        elif self.is_early():
+            warn(
+                "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when "
+                "it moves nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a "
+                "scheduler ahead before prepare()."
+            )
