@@ -76,9 +76,8 @@ class NetworkCode:
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""
-        return bool(self.names & _HOOK_NAMES) or any(
-            is_a(each, nn.Cell) and has_backward_hook(each) for each in self.reached
-        )
+        cells = [each for each in self.reached if is_a(each, nn.Cell)]
+        return bool(self.names & _HOOK_NAMES) or any(map(has_backward_hook, cells))
 
     def has_own_backward(self) -> bool:
         """Return whether the backward pass has a `bprop` or a hook, so that it may be nonlinear."""

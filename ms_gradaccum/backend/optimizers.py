@@ -259,12 +259,15 @@ class LearningRate(nn.Cell):
             del vars(self.optimizer)["get_lr"]
 
 
-def settable_rates(optimizer: nn.Cell) -> list[float]:
-    """Return the learning rates that are parameters, so that a program may set them between two updates."""
-    optimizer = inner_optimizer(optimizer)
-    if isinstance(optimizer, ExperimentalOptimizer):
-        return _floats([*map(_rate_in, optimizer.param_groups, optimizer.lrs)])
-    return [] if optimizer.dynamic_lr else _floats(optimizer.learning_rate)
+def settable_rates(optimizers: Sequence[nn.Cell]) -> list[float]:
+    """Return the learning rates that a program may set between two updates."""
+    rates: list[float] = []
+    for optimizer in map(inner_optimizer, optimizers):
+        if isinstance(optimizer, ExperimentalOptimizer):
+            rates += _floats([*map(_rate_in, optimizer.param_groups, optimizer.lrs)])
+        elif not optimizer.dynamic_lr:
+            rates += _floats(optimizer.learning_rate)
+    return rates
 
 
 def _floats(rates: Any) -> list[float]:

@@ -268,8 +268,7 @@ class LoopWindow:
         self.events.tell("on_update_begin")
         output = trained.close()
         if output.is_updated:
-            if not self.updated:
-                self.updates += 1
+            self.updates += not self.updated
             self.updated = True
             for scheduler in self.schedulers:
                 scheduler.is_due = True
@@ -316,6 +315,5 @@ class LoopWindow:
         for trained in filter(lambda trained: trained.is_open, self.networks):
             trained.clip = trained.last_clip
             self.step(trained)
-        for scheduler in self.schedulers:
-            if scheduler.follows_updates:
-                scheduler.step()
+        for scheduler in filter(lambda scheduler: scheduler.follows_updates, self.schedulers):
+            scheduler.step()

@@ -85,7 +85,7 @@ class MicroSteps:
             self.jit_parts.follow()
         if self.comes_reduced:
             check_hooks_run(self.owner, eager)
-        elif eager or self.hooks < 0:
+        elif eager or not self.has_begun:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
