@@ -76,13 +76,16 @@ class NetworkCode:
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""
-        names = ("_lazy_backward_hook", "_lazy_backward_pre_hook")
-        cells = (vars(cell) for cell in self.reached if is_a(cell, nn.Cell))
-        return bool(self.names & _HOOK_NAMES) or any(cell.get(name) for cell in cells for name in names)
+        cells = [each for each in self.reached if is_a(each, nn.Cell)]
+        return bool(self.names & _HOOK_NAMES) or any(map(has_backward_hook, cells))
 
     def has_own_backward(self) -> bool:
         """Return whether the backward pass has a `bprop` or a hook, so that it may be nonlinear."""
         return self.has_hooks() or any(map(_has_own_backward, self.reached))
+
+
+def has_backward_hook(cell: nn.Cell) -> bool:
+    return bool(vars(cell).get("_lazy_backward_hook") or vars(cell).get("_lazy_backward_pre_hook"))
 
 
 class JitParts:

@@ -190,6 +190,11 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     return 1.0
 
 
+def _rate_in(group: dict[str, Any], rate: Parameter) -> Any:
+    """Return the learning rate of a group, as MindSpore's optimizers take it: a float replaces the parameter."""
+    return group["lr"] if isinstance(group["lr"], float) else rate
+
+
 class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
@@ -213,7 +218,7 @@ class LearningRate(nn.Cell):
     def construct(self) -> Tensor:
         rates: Any = ()
         if self.groups is not None:
-            rates = tuple([self.optimizer.lrs[i] for i in self.groups])
+            rates = tuple([_rate_in(self.optimizer.param_groups[i], self.optimizer.lrs[i]) for i in self.groups])
         elif self.has_state:
             rates = Tensor(math.nan, ms.float32)
         elif not self.optimizer.dynamic_lr:
@@ -257,12 +262,15 @@ class LearningRate(nn.Cell):
             del vars(self.optimizer)["get_lr"]
 
 
-def settable_rates(optimizer: nn.Cell) -> list[float]:
-    """Return the learning rates that are parameters, so that a program may set them between two updates."""
-    optimizer = inner_optimizer(optimizer)
-    if isinstance(optimizer, ExperimentalOptimizer):
-        return _floats(optimizer.lrs)
-    return [] if optimizer.dynamic_lr else _floats(optimizer.learning_rate)
+def settable_rates(optimizers: Sequence[nn.Cell]) -> list[float]:
+    """Return the learning rates that a program may set between two updates."""
+    rates: list[float] = []
+    for optimizer in map(inner_optimizer, optimizers):
+        if isinstance(optimizer, ExperimentalOptimizer):
+            rates += _floats([*map(_rate_in, optimizer.param_groups, optimizer.lrs)])
+        elif not optimizer.dynamic_lr:
+            rates += _floats(optimizer.learning_rate)
+    return rates
 
 
 def _floats(rates: Any) -> list[float]:

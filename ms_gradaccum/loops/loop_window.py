@@ -161,6 +161,13 @@ class LoopWindow:
         """True if the current batch is counted but not added yet."""
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
+    @property
+    def is_early(self) -> bool:
+        """True before the first batch, and in the last batch of a window until a network is stepped."""
+        if not self.in_batch:
+            return self.events.batches == 0
+        return self.ends and (self._awaits_batch or all(trained.is_open for trained in self.networks))
+
     def _begin_anew(self) -> None:
         """Begin a window, with the current batch or with the rest of it."""
         self.batches = 0
@@ -261,8 +268,7 @@ class LoopWindow:
         self.events.tell("on_update_begin")
         output = trained.close()
         if output.is_updated:
-            if not self.updated:
-                self.updates += 1
+            self.updates += not self.updated
             self.updated = True
             for scheduler in self.schedulers:
                 scheduler.is_due = True
@@ -309,6 +315,5 @@ class LoopWindow:
         for trained in filter(lambda trained: trained.is_open, self.networks):
             trained.clip = trained.last_clip
             self.step(trained)
-        for scheduler in self.schedulers:
-            if scheduler.follows_updates:
-                scheduler.step()
+        for scheduler in filter(lambda scheduler: scheduler.follows_updates, self.schedulers):
+            scheduler.step()

@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     is_flag,
     require,
     typed,
+    warn,
 )
 from ms_gradaccum.backend import plain_state
 
@@ -128,8 +129,11 @@ class PreparedScheduler:
     follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
     is_due = False  # True if there was an update since its last step.
 
-    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, in_batch: Callable[[], bool]) -> None:
-        self.scheduler, self.in_batch = scheduler, in_batch
+    def __init__(
+        self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, place: Callable[[], tuple[bool, bool]]
+    ) -> None:
+        # ``place`` returns whether the program is in a batch, and whether it is before the update.
+        self.scheduler, self.place = scheduler, place
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # A copy does not have it yet.
@@ -149,7 +153,14 @@ class PreparedScheduler:
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Call the scheduler's ``step`` if there was an update since the last time."""
-        self.follows_updates = self.follows_updates or self.in_batch()
+        in_batch, is_early = self.place()
+        self.follows_updates = self.follows_updates or in_batch
         if self.is_due:
             self.is_due = False
             self.scheduler.step(*args, **kwargs)
+        elif is_early:
+            warn(
+                "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when "
+                "it moves nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a "
+                "scheduler ahead before prepare()."
+            )

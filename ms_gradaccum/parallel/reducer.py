@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.communication import GlobalComm, get_group_size
 
 from ms_gradaccum.backend.kernels import ONE, fits_kernels
 from ms_gradaccum.backend.tensors import Done, pick
@@ -12,9 +13,6 @@ from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
-
-# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
-_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
 class GradientReducer(nn.Cell):
@@ -187,5 +185,8 @@ def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> Non
     """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
     gathers = {name: gather for reducer in reducers for name, gather in reducer.gathers.items()}
     if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
-        step.parameter_layout_dict = dict.fromkeys(gathers, _ANY_LAYOUT)
+        # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a
+        # reshape. MindSpore leaves out no part where it removes redundancy: all of the group have another one.
+        layout = [[get_group_size()], [-1], [], 0, True, GlobalComm.WORLD_COMM_GROUP, [], []]
+        step.parameter_layout_dict = dict.fromkeys(gathers, layout)
         step.parallel_parameter_merge_net_dict = gathers

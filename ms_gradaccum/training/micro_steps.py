@@ -10,7 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
-from ms_gradaccum.backend.network_code import JitParts
+from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
@@ -40,6 +40,7 @@ class MicroSteps:
     has_added = False  # True if the last batch may have been added in part before it failed.
     rows: float = 0  # The rows or the weight of the last batch.
     gives_mean = False  # True if the only micro batch of the last batch has returned its mean loss.
+    hooks = -1  # The number of parameters and cells with hooks in the backward pass; -1 before the first batch.
     rounds = -1  # Number of micro batches whose collectives other ranks may still wait in; -1 before the count.
 
     def __init__(
@@ -84,6 +85,8 @@ class MicroSteps:
             self.jit_parts.follow()
         if self.comes_reduced:
             check_hooks_run(self.owner, eager)
+        elif eager or not self.has_begun:
+            self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
         self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
@@ -139,15 +142,9 @@ class MicroSteps:
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
         """Split one of the first batches, and warn of doubtful inputs and of a network that trains differently."""
         is_first, self.has_begun = not self.has_begun, True
-        adds_batches = self.settings.accumulation_steps > 1
         if is_first:
-            warn_of_modes(self.owner, self.network, adds_batches)
-        if is_first and not self.comes_reduced:
-            warn_custom_backward(self.owner, self.network, self.parameters, adds_batches)
-            if self.waits_for_others:
-                hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
-                warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)
-            if eager:
+            warn_of_modes(self.owner, self.network, self.settings.accumulation_steps > 1)
+            if eager and not self.comes_reduced:
                 _LOGGER.warning(
                     "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                     "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
@@ -156,6 +153,15 @@ class MicroSteps:
         batch: SplitBatch = self.network.split(*inputs)
         self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
         return batch
+
+    def _look_at_hooks(self) -> None:
+        """Warn of code in the backward pass at the first batch, and where hooks have come later."""
+        hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
+        before, self.hooks = self.hooks, len(hooks) + sum(map(has_backward_hook, self.jit_parts.cells))
+        if self.hooks > before:
+            warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
+            if self.waits_for_others:
+                warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         inputs = self.network.positional(batch, {})

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
@@ -22,7 +23,7 @@ from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
-from ms_gradaccum.training.window_watch import WATCHED_WINDOWS, WindowWatch, rates_of
+from ms_gradaccum.training.window_watch import WATCHED_WINDOWS, WindowWatch
 
 # The windows in which the ranks compare what they train.
 COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
@@ -137,7 +138,7 @@ class Window:
         if self.several and self.is_alike:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
             self.is_alike = compare_ranks(
-                self.owner, self.first or [], rates_of(self.optimizers), shared, not self.updates_made
+                self.owner, self.first or [], settable_rates(self.optimizers), shared, not self.updates_made
             )
             self.first = []
 

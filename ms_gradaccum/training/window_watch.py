@@ -52,7 +52,7 @@ class WindowWatch:
             self.writes = self.count.writes
         if not self.moved:
             self.moved = [repr(each.name) for each, before in self.values if _differ(before, few_elements(each))]
-        self.rates.append(rates_of(self.optimizers))
+        self.rates.append(settable_rates(self.optimizers))
 
     def end_batch(self, is_last: bool = False) -> None:
         """Record the parameters after a batch, which may change some itself. The next batch must begin with them."""
@@ -96,11 +96,6 @@ class WindowWatch:
                 f"the norm {norm:.3g}, as if each was clipped. An update clips their mean: give the Accumulator "
                 f"clip=ClipByGlobalNorm({norm:.3g}) in place of your own clip."
             )
-
-
-def rates_of(optimizers: Sequence[nn.Cell]) -> list[float]:
-    """Return the learning rates of optimizers that a program may set between two updates."""
-    return [rate for optimizer in optimizers for rate in settable_rates(optimizer)]
 
 
 def _differ(before: Array, now: Array) -> bool:

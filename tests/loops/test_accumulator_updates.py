@@ -4,7 +4,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from linear_toy import descend, weight_of
+from linear_toy import descend, line, weight_of
 from loop_toy import (
     FOUR,
     adjustable_sgd,
@@ -148,6 +148,62 @@ def test_a_scheduler_moves_once_per_epoch_if_it_is_called_so(apply):
         rates.append(rate(accumulator))
     # Carried, the first two epochs end in mid-window.
     assert rates == [0.01, 0.005, 0.0025]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("place", ["before the loop", "top", "before step"])
+def test_a_scheduler_that_is_called_before_the_first_update_is_named(place, steps):
+    """MindSpore's own scheduler moves the rate of the first update there; a prepared one follows it."""
+    _, accumulator = toy_loop(steps, adjustable_sgd)
+    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
+    rates = []
+    with pytest.warns(UserWarning, match="a prepared scheduler must follow the update, but got it before"):
+        if place == "before the loop":
+            scheduler.step()
+        for each in FOUR[:steps]:
+            with accumulator.accumulate():
+                if place == "top":
+                    scheduler.step()
+                accumulator.backward(*each)
+                if place == "before step":
+                    scheduler.step()
+                rates.append(accumulator.step())
+    assert number(rates[-1].learning_rate) == pytest.approx(0.02)
+
+
+def test_a_scheduler_of_the_first_of_two_networks_is_called_in_time():
+    """As in a GAN: that network has its update, skipped or not, when the other one's is still to come."""
+    losses = [nn.WithLossCell(line(), nn.MSELoss()) for _ in range(2)]
+    optimizers = [adjustable_sgd(each) for each in losses]
+    accumulator = Accumulator(losses, optimizers)
+    schedulers = [accumulator.prepare(halving(each)) for each in optimizers]
+    for batches in ([nan_batch()] * 2, FOUR[:2]):
+        with accumulator.accumulate():
+            for loss, scheduler, each in zip(losses, schedulers, batches):
+                accumulator.backward(*each, network=loss)
+                accumulator.step(network=loss)
+                scheduler.step()
+    assert [round(number(each.lrs[0]), 6) for each in optimizers] == [0.01, 0.01]
+
+
+def test_a_rate_that_is_a_number_in_a_group_is_the_one_reported():
+    """MindSpore's optimizers take ``param_groups[0]["lr"] = 0.01`` in place of their parameter."""
+    network = line()
+    optimizer = adjustable_sgd(network)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, 2)
+    first, second = FOUR[:2], FOUR[2:]
+    list(train(accumulator, first))
+    optimizer.param_groups[0]["lr"] = 0.01
+    accumulator.backward(*second[0])
+    accumulator.backward(*second[1])
+    assert number(accumulator.step().learning_rate) == pytest.approx(0.01)  # and not 0.02
+    expected = descend((5, 6, 7, 8), weight=descend((1, 2, 3, 4)), learning_rate=0.01)
+    assert weight_of(network) == pytest.approx(expected, rel=1e-6)
+    accumulator.backward(*first[0])
+    optimizer.param_groups[0]["lr"] = 0.005
+    accumulator.backward(*first[1])
+    with pytest.warns(UserWarning, match="the learning rate has changed between the batches"):
+        accumulator.step()
 
 
 def test_an_epoch_that_ends_in_a_skipped_update_moves_the_scheduler_for_the_others():

@@ -311,6 +311,16 @@ def clip_parameter(cell, optimizer):
     cell.second.weight.register_hook(clipped)
 
 
+def clip_parameter_later(i, cell, optimizer):
+    if i == 0:
+        clip_parameter(cell, optimizer)
+
+
+def clip_cell_later(i, cell, optimizer):
+    if i == 0:
+        cell.second.register_backward_hook(lambda hooked, inputs, outputs: (clipped(inputs[0]),))
+
+
 # A hook of a parameter gets the gradient of each micro batch.
 HOOKED = "hook of the parameter 'second.weight' must be linear"
 
@@ -345,6 +355,12 @@ PROGRAMS = {
     "forward hook in mid-training": Program(Net, between=hook_later, **ONLY_EAGER),
     "hook of a parameter": Program(Net, prepare=hook_parameter, warned=HOOKED, **ONLY_EAGER),
     "hook of a parameter that clips": Program(Net, prepare=clip_parameter, named=HOOKED),
+    "hook of a parameter that clips in mid-training": Program(
+        Net, between=clip_parameter_later, named=HOOKED, **ONLY_EAGER
+    ),
+    "backward hook of a cell that clips in mid-training": Program(
+        Net, between=clip_cell_later, named=BACKWARD, faces=("Accumulator",), **ONLY_EAGER
+    ),
     "hook of a tensor that clips": Program(HookedTensor, **WHOLE),
     "operator that clips, a global": Program(ByGlobal, **WHOLE),
     "operator that clips, in a list": Program(ByList, **WHOLE),

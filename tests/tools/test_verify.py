@@ -304,3 +304,13 @@ def test_a_reference_is_a_loss_cell_of_the_same_parameters():
     rule, got = "a loss cell of the parameters of network", "one without 2 of them, first 'weight'"
     with raises(ValueError, sentence.format(rule, got, "Build it around the same network.")):
         verify(Line(), batch(), 2, reference=Line())
+
+
+def test_a_hook_that_is_linear_is_compared_and_not_named():
+    """A training step warns of any hook. The comparison says whether it matters."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = nn.Dense(1, 1)
+    network.weight.register_hook(lambda grad: grad * 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verify(nn.WithLossCell(network, nn.MSELoss()), (ops.ones((4, 1)), ops.ones((4, 1))), 2).equal

@@ -1,6 +1,7 @@
 """Runs of a window, of the whole batch and of its parts, each from the same start, and their differences."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -135,6 +136,7 @@ class Experiment:
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report replaces the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
+        self.micro_steps.hooks = sys.maxsize
         # The steps of the reference (True) and of the network (False). Each shape has its own graph.
         self._whole_steps: dict[bool, Eager | Compiled] = {}
 
