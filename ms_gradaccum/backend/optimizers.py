@@ -159,6 +159,12 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
+def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:
+    """Return the groups of parameters whose settings a program may change, as those of PyTorch's optimizers."""
+    inner = map(inner_optimizer, optimizers)
+    return [group for each in inner if isinstance(each, ExperimentalOptimizer) for group in each.param_groups]
+
+
 def updates_of(optimizer: nn.Cell) -> int | None:
     """Return the number of updates that the optimizer has counted, if it counts them."""
     count = getattr(inner_optimizer(optimizer), "global_step", None)

@@ -26,6 +26,22 @@ def put(item: object, saved: object) -> None:
         step()
 
 
+def take_settings(group: Mapping[str, Any]) -> State:
+    """Return the plain values of a dict, such as the weight decay in a group of an optimizer."""
+    return {name: _as_json(value) for name, value in group.items() if _is_plain(value)}
+
+
+def plan_settings(group: dict[str, Any], saved: Any) -> _Steps:
+    """Plan to set the values that `take_settings` has returned. A rate that was a number replaces a parameter."""
+    own, steps = take_settings(group), _Steps()
+    _check(isinstance(saved, dict) and saved.keys() - {"lr"} == own.keys() - {"lr"}, "a group of an optimizer")
+    for name, value in saved.items():
+        is_number = isinstance(group[name], Parameter) and isinstance(value, float)
+        _check(is_number or (_is_plain(value) and _kind(value) == _kind(group[name])), name)
+        steps.append(partial(setitem, group, name, _like(group[name], value)))
+    return steps
+
+
 def _is_state(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_state, value))

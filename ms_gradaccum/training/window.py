@@ -8,9 +8,19 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
-from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.optimizers import settable_rates
+from ms_gradaccum._checks import (
+    MAX_INT,
+    State,
+    check_saved,
+    check_saved_list,
+    is_count,
+    is_lost,
+    warn,
+    warn_of_dropped,
+)
+from ms_gradaccum.backend import plain_state
+from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.optimizers import groups_of, settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
@@ -80,12 +90,21 @@ class Window:
         batches, scale = self.count.read(), self.loss_scale.numbers()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
-        return {"batches": batches, "overflows_in_a_row": self.overflows_in_a_row, "loss_scale": scale}
+        # A graph does not follow what the program sets in the groups of its optimizer.
+        eager = runs_eagerly(self.settings.compiles)
+        settings = {"groups": [plain_state.take_settings(each) for each in groups_of(self.optimizers)]} if eager else {}
+        counts = {"batches": batches, "overflows_in_a_row": self.overflows_in_a_row}
+        return {**counts, "loss_scale": scale, **settings}
 
     def load_state_dict(self, saved: State) -> None:
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
+        groups = groups_of(self.optimizers) if "groups" in saved else []  # There are none in states of 0.2.0.
+        settings = check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
+        steps = [step for each in zip(groups, settings) for step in plain_state.plan_settings(*each)]
         self.loss_scale.load_numbers(saved.get("loss_scale"))
+        for step in steps:
+            step()
         self.count.set(counts["batches"])
         self.watch.restart()
         self.overflows_in_a_row = counts["overflows_in_a_row"]

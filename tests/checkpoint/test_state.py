@@ -21,6 +21,7 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
+from ms_gradaccum._checks import DamagedState
 from ms_gradaccum.backend.kept_state import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
@@ -73,6 +74,29 @@ def test_a_used_compiled_step_goes_on_from_another_ones_state(name, tmp_path, mo
     load_state(step, tmp_path)
     assert train_step(step, BATCHES[4:]) == outputs
     assert bits_of(step) == end
+
+
+def test_what_a_program_sets_in_the_groups_of_an_optimizer_is_saved(tmp_path, mode):
+    """In PYNATIVE mode these numbers change the training; a graph does not follow them."""
+
+    def trained(step, batches):
+        for i in batches:
+            if i == 3:
+                step.optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5, betas=(0.5, 0.9))
+            train_step(step, BATCHES[i : i + 1])
+        return bits_of(step)
+
+    whole = trained(new_step(**SETTINGS["experimental"]), range(9))
+    step = new_step(**SETTINGS["experimental"])
+    trained(step, range(4))
+    save_state(step, tmp_path)
+    step = new_step(**SETTINGS["experimental"])
+    load_state(step, tmp_path)
+    assert trained(step, range(4, 9)) == whole
+    groups = [{"lr": "0.1"}], [{"unknown": 0.1}], [{}, {}], [{"betas": 0.5}]
+    for damaged in groups:
+        with pytest.raises(DamagedState):
+            step.body.window.load_state_dict({**step.body.window.state_dict(), "groups": damaged})
 
 
 @pytest.mark.parametrize("scheduled,batches", [(False, 1), (False, 3), (False, 5), (True, 5), (True, 6), (True, 8)])
