@@ -198,7 +198,8 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
 
 def _rate_in(group: dict[str, Any], rate: Parameter) -> Any:
     """Return the learning rate of a group, as MindSpore's optimizers take it: a float replaces the parameter."""
-    return group["lr"] if isinstance(group["lr"], float) else rate
+    value = group.get("lr_float", group["lr"])  # mint's SGD reads "lr_float" alone.
+    return value if isinstance(value, float) else rate
 
 
 class LearningRate(nn.Cell):
@@ -235,8 +236,8 @@ class LearningRate(nn.Cell):
             for schedule in self.optimizer.learning_rate:
                 rates += (schedule(self.optimizer.global_step),)
         if isinstance(rates, (tuple, list)):
-            rates = tuple([scalar(rate) for rate in rates])
-            return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
+            rates = tuple([scalar(rate) + 0.0 for rate in rates])
+            return ops.stack(rates) if len(rates) > 1 else rates[0]
         return scalar(rates) + 0.0  # + 0.0 makes a copy, because the report outlives the next change of the parameter.
 
     def before_update(self) -> Tensor:

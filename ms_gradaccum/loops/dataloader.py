@@ -160,7 +160,7 @@ class PreparedIterator:
 def prepare(item: object, window: LoopWindow, datasets: MutableMapping[int, PreparedDataset]) -> object:
     """Return ``item`` prepared for ``window``, a dataset noted in ``datasets``; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
-        window.schedulers.append(PreparedScheduler(item, lambda: (window.in_batch, window.is_early)))
+        window.schedulers.append(PreparedScheduler(item, lambda: window.in_batch, window.why_not_due))
         return window.schedulers[-1]
     if isinstance(item, nn.Cell):
         return item

@@ -27,6 +27,15 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 _BETWEEN = "Call it at the end of the loop's body."
+_EARLY = (
+    "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when it moves "
+    "nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a scheduler ahead before "
+    "prepare()."
+)
+_UNSEEN = (
+    "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
+    "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
+)
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 
 
@@ -161,12 +170,15 @@ class LoopWindow:
         """True if the current batch is counted but not added yet."""
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
-    @property
-    def is_early(self) -> bool:
-        """True before the first batch, and in the last batch of a window until a network is stepped."""
+    def why_not_due(self) -> str:
+        """Return why a scheduler that is called now moves nothing, if the order of calls is the reason."""
+        if self.updates:
+            return ""
+        if any(trained.count.buffer.counts_in_graph for trained in self.networks):
+            return _UNSEEN
         if not self.in_batch:
-            return self.events.batches == 0
-        return self.ends and (self._awaits_batch or all(trained.is_open for trained in self.networks))
+            return "" if self.events.batches else _EARLY
+        return _EARLY if self.ends and (self._awaits_batch or all(each.is_open for each in self.networks)) else ""
 
     def _begin_anew(self) -> None:
         """Begin a window, with the current batch or with the rest of it."""
@@ -270,8 +282,9 @@ class LoopWindow:
         if output.is_updated:
             self.updates += not self.updated
             self.updated = True
+            others = {id(each) for network in self.networks if network is not trained for each in network.optimizers}
             for scheduler in self.schedulers:
-                scheduler.is_due = True
+                scheduler.is_due |= id(scheduler.optimizer) not in others
         self.events.update_end(output)
         return output
 

@@ -130,10 +130,12 @@ class PreparedScheduler:
     is_due = False  # True if there was an update since its last step.
 
     def __init__(
-        self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, place: Callable[[], tuple[bool, bool]]
+        self,
+        scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR,
+        in_batch: Callable[[], bool],
+        why_not_due: Callable[[], str] = str,
     ) -> None:
-        # ``place`` returns whether the program is in a batch, and whether it is before the update.
-        self.scheduler, self.place = scheduler, place
+        self.scheduler, self.in_batch, self.why_not_due = scheduler, in_batch, why_not_due
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # A copy does not have it yet.
@@ -153,14 +155,9 @@ class PreparedScheduler:
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Call the scheduler's ``step`` if there was an update since the last time."""
-        in_batch, is_early = self.place()
-        self.follows_updates = self.follows_updates or in_batch
+        self.follows_updates = self.follows_updates or self.in_batch()
         if self.is_due:
             self.is_due = False
             self.scheduler.step(*args, **kwargs)
-        elif is_early:
-            warn(
-                "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when "
-                "it moves nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a "
-                "scheduler ahead before prepare()."
-            )
+        elif why := self.why_not_due():
+            warn(why)

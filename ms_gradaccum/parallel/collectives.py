@@ -37,8 +37,9 @@ class AllReduce(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.size, self.reduces = group.ranks.size, group.ranks.reduces
-        if self.size > 1:
+        if self.size > 1 and self.reduces:
             self.all_reduce = ops.AllReduce(group=group.name)
+        elif self.size > 1:
             self.reduce_scatter, self.all_gather = ops.ReduceScatter(group=group.name), ops.AllGather(group=group.name)
 
     def construct(self, values: Tensor) -> Tensor:

@@ -79,11 +79,11 @@ class Ranks(NamedTuple):
     def _message(self, operator: str, nbytes: int) -> Messages:
         return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
 
-    def all_reduce(self, nbytes: int) -> Messages:
-        """Return the messages that all-reduce tensors of ``nbytes`` bytes."""
+    def all_reduce(self, elements: int, itemsize: int = _FLOAT) -> Messages:
+        """Return the messages that all-reduce ``elements`` numbers of ``itemsize`` bytes."""
         if self.reduces:
-            return self._message("AllReduce", nbytes)
-        part = -(-nbytes // (_FLOAT * self.size)) * _FLOAT
+            return self._message("AllReduce", elements * itemsize)
+        part = -(-elements // self.size) * itemsize
         return self.reduce_scatter(part) + self.all_gather(part)
 
     def reduce_scatter(self, nbytes: int) -> Messages:
@@ -92,7 +92,7 @@ class Ranks(NamedTuple):
 
     def all_gather(self, nbytes: int) -> Messages:
         """Return the messages that all-gather parts of ``nbytes`` bytes each."""
-        return self._message("AllGather", nbytes) if self.gathers else self.all_reduce(nbytes * self.size)
+        return self._message("AllGather", nbytes) if self.gathers else self._message("AllReduce", nbytes * self.size)
 
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one
@@ -109,8 +109,12 @@ class Bucket(NamedTuple):
     elements: int
 
     @property
+    def itemsize(self) -> int:
+        return _FLOAT if self.dtype == ms.float32 else 2
+
+    @property
     def nbytes(self) -> int:
-        return self.elements * (_FLOAT if self.dtype == ms.float32 else 2)
+        return self.elements * self.itemsize
 
     @staticmethod
     def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
@@ -166,15 +170,16 @@ class Layout:
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return the messages of a window that makes ``norm_passes`` passes over the gradients for norms."""
-        reduced = sum((self.world.all_reduce(each.nbytes) for each in self.kept), _NONE)
-        squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
+        reduced = sum((self.world.all_reduce(each.elements, each.itemsize) for each in self.kept), _NONE)
+        squares = norm_passes * self.world.all_reduce(len(self.shapes))
         if self.shares:
             has_shards = any(share * self.world.size > 1 for share in self.shares)
             return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
         if self.group.size == 1:
             return Traffic(per_update=reduced)
-        sizes = [each.nbytes for each in self.sharded]
-        scattered = sum((self.group.reduce_scatter(size) + self.replicas.all_reduce(size) for size in sizes), _NONE)
+        scattered = _NONE
+        for each in self.sharded:
+            scattered += self.group.reduce_scatter(each.nbytes) + self.replicas.all_reduce(each.elements, each.itemsize)
         later = sum((self.group.all_gather(_FLOAT * each.elements) for each in self.sharded), squares)
         if self.every_batch:
             return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)

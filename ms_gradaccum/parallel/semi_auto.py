@@ -90,7 +90,7 @@ class SemiAuto:
 
 def _warn_of_differences(network: nn.Cell) -> None:
     """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
-    # Not in a simulation, whose device is a CPU.
+    # In a simulation, the device is a CPU.
     if ms.get_context("device_target") == "GPU" and not RuntimeConf.get_instance().is_launch_blocking():
         warn(
             "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "

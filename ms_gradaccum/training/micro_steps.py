@@ -40,7 +40,7 @@ class MicroSteps:
     has_added = False  # True if the last batch may have been added in part before it failed.
     rows: float = 0  # The rows or the weight of the last batch.
     gives_mean = False  # True if the only micro batch of the last batch has returned its mean loss.
-    hooks = -1  # The number of parameters and cells with hooks in the backward pass; -1 before the first batch.
+    hooks = -1  # The largest number of hooks in the backward pass so far; -1 before the first batch.
     rounds = -1  # Number of micro batches whose collectives other ranks may still wait in; -1 before the count.
 
     def __init__(
@@ -157,8 +157,9 @@ class MicroSteps:
     def _look_at_hooks(self) -> None:
         """Warn of code in the backward pass at the first batch, and where hooks have come later."""
         hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
-        before, self.hooks = self.hooks, len(hooks) + sum(map(has_backward_hook, self.jit_parts.cells))
-        if self.hooks > before:
+        found = len(hooks) + sum(map(has_backward_hook, self.jit_parts.cells))
+        if found > self.hooks:
+            self.hooks = found
             warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
             if self.waits_for_others:
                 warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)

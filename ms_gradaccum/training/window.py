@@ -8,16 +8,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import (
-    MAX_INT,
-    State,
-    check_saved,
-    check_saved_list,
-    is_count,
-    is_lost,
-    warn,
-    warn_of_dropped,
-)
+from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import MAX_INT, State, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.optimizers import groups_of, settable_rates
@@ -98,9 +90,9 @@ class Window:
 
     def load_state_dict(self, saved: State) -> None:
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
-        counts = check_saved(saved, "how many batches and overflows its windows had", rules)
+        counts = check.check_saved(saved, "how many batches and overflows its windows had", rules)
         groups = groups_of(self.optimizers) if "groups" in saved else []  # There are none in states of 0.2.0.
-        settings = check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
+        settings = check.check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
         steps = [step for each in zip(groups, settings) for step in plain_state.plan_settings(*each)]
         self.loss_scale.load_numbers(saved.get("loss_scale"))
         for step in steps:

@@ -50,7 +50,7 @@ def new_scheduler():
     optimizer = optim.SGD(line().trainable_params(), lr=0.5)
     parts = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
     scheduler = optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
-    return PreparedScheduler(scheduler, lambda: (True, False))
+    return PreparedScheduler(scheduler, lambda: True)
 
 
 def used_scheduler(scheduler):

@@ -171,19 +171,78 @@ def test_a_scheduler_that_is_called_before_the_first_update_is_named(place, step
     assert number(rates[-1].learning_rate) == pytest.approx(0.02)
 
 
-def test_a_scheduler_of_the_first_of_two_networks_is_called_in_time():
-    """As in a GAN: that network has its update, skipped or not, when the other one's is still to come."""
+def test_the_schedulers_of_two_networks_follow_the_updates_of_their_own():
+    """As in a GAN: the first network has its update, skipped or not, when the other one's is still to come."""
     losses = [nn.WithLossCell(line(), nn.MSELoss()) for _ in range(2)]
     optimizers = [adjustable_sgd(each) for each in losses]
     accumulator = Accumulator(losses, optimizers)
     schedulers = [accumulator.prepare(halving(each)) for each in optimizers]
-    for batches in ([nan_batch()] * 2, FOUR[:2]):
+    for batches in ([nan_batch()] * 2, FOUR[:2], [nan_batch(), FOUR[2]]):
         with accumulator.accumulate():
             for loss, scheduler, each in zip(losses, schedulers, batches):
                 accumulator.backward(*each, network=loss)
                 accumulator.step(network=loss)
                 scheduler.step()
-    assert [round(number(each.lrs[0]), 6) for each in optimizers] == [0.01, 0.01]
+    assert [round(number(each.lrs[0]), 6) for each in optimizers] == [0.01, 0.005]
+
+
+def test_a_scheduler_that_stays_where_it_was_in_a_later_window_gets_no_warning(recwarn):
+    _, accumulator = toy_loop(1, adjustable_sgd)
+    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
+    for number_of_batch, each in enumerate(FOUR[:3]):
+        with accumulator.accumulate():
+            if number_of_batch != 1:  # A batch that the loop leaves out.
+                accumulator.backward(*each)
+                accumulator.step()
+            scheduler.step()
+    assert not [each for each in recwarn if "scheduler" in str(each.message)]
+    assert rate(accumulator) == pytest.approx(0.005)
+
+
+def test_a_scheduler_that_cannot_see_the_updates_of_a_graph_is_named(monkeypatch):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    network = line()
+    optimizer, loss_cell = adjustable_sgd(network), nn.WithLossCell(network, nn.MSELoss())
+    accumulator = Accumulator(loss_cell, optimizer, check_loss=False)
+    scheduler = accumulator.prepare(halving(optimizer))
+    grad = ms.value_and_grad(loss_cell, None, optimizer.parameters)
+
+    @ms.jit
+    def train_batch(x, y):
+        loss, grads = grad(x, y)
+        return accumulator(grads, 2.0, loss)
+
+    train_batch(*FOUR[0])
+    with pytest.warns(UserWarning, match="a prepared scheduler does not see the updates of a compiled accumulator"):
+        scheduler.step()
+    assert rate(accumulator) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 1)])
+def test_rates_that_are_numbers_in_some_groups_are_reported(numbers, mode):
+    first, second = (nn.WithLossCell(line(), nn.MSELoss()) for _ in range(2))
+    groups = [{"params": first.trainable_params(), "lr": 0.01}, {"params": second.trainable_params()}]
+    for group, name in zip(groups, "ab"):
+        group["params"][0].name = name
+    optimizer = experimental.SGD(groups, 0.02)
+    for i in numbers:
+        optimizer.param_groups[i]["lr"] = 0.5
+    both = nn.CellList([first, second])
+    accumulator = Accumulator(Both(both), optimizer, check_loss=False)
+    accumulator.backward(*FOUR[0])
+    expected = [0.5, 0.5 if 1 in numbers else 0.02]
+    np.testing.assert_allclose(accumulator.step().learning_rate.asnumpy(), expected, rtol=1e-6)
+
+
+class Both(nn.Cell):
+    """The sum of two losses."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.losses = losses
+
+    def construct(self, x, y):
+        return self.losses[0](x, y) + self.losses[1](x, y)
 
 
 def test_a_rate_that_is_a_number_in_a_group_is_the_one_reported():

@@ -18,7 +18,7 @@ from ms_gradaccum import (
     GradAccumulation,
     TrainOneStepCell,
 )
-from ms_gradaccum.parallel.layout import BUCKET_SIZE
+from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, layout_of
 
 COUNTS = {
     "batch_size": "It counts the rows of one batch on one rank.",
@@ -180,10 +180,10 @@ def test_sums_that_ranks_share_take_their_part_of_the_memory(kind, whole_sums, p
 NORM, COUNT, KEPT = ("AllReduce", 4, 2 * 4), ("AllGather", 4, 4), ("AllReduce", 4, 4 * (3 + 2))
 
 
-def by_parts(elements, ranks=4):
+def by_parts(elements, ranks=4, itemsize=4):
     """The messages on a GPU that stand in for an AllReduce: the sum is padded, so that all parts have one size."""
     part = -(-elements // ranks)
-    return ("ReduceScatter", ranks, 4 * ranks * part), ("AllGather", ranks, 4 * part)
+    return ("ReduceScatter", ranks, itemsize * ranks * part), ("AllGather", ranks, itemsize * part)
 
 
 @pytest.mark.parametrize("device_target", ["CPU", "GPU", "Ascend"])
@@ -192,6 +192,12 @@ def test_data_parallelism_sends_all_sums_once(device_target):
     assert (traffic.per_micro_batch, traffic.per_batch) == ((), ())
     once = (("AllReduce", 4, 4 * (35 + 2)),)
     assert traffic.per_update == (by_parts(35 + 2) if device_target == "GPU" else once)
+
+
+def test_on_a_gpu_parts_of_16_bits_are_counted_in_elements():
+    tensors = Weights((8, 4), (3,)).trainable_params()
+    layout = layout_of(DataParallel(), tensors, Ranks(4, 4, "GPU"), (1, 1), [ms.float16] * 2)
+    assert layout.messages().per_update == (*by_parts(2), *by_parts(35, itemsize=2))
 
 
 @pytest.mark.parametrize(
