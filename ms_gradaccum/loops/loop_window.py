@@ -4,39 +4,19 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ms_gradaccum._checks import (
-    State,
-    all_or_nothing,
-    argument_error,
-    check_number,
-    check_saved,
-    check_saved_list,
-    is_count,
-    is_flag,
-    warn,
-    warn_of_dropped,
-    warn_of_open,
-)
+from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import State, argument_error, warn
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, disorder
-from ms_gradaccum.loops.schedule import AccumulationConfig, PreparedScheduler
+from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 _BETWEEN = "Call it at the end of the loop's body."
-_EARLY = (
-    "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when it moves "
-    "nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a scheduler ahead before "
-    "prepare()."
-)
-_UNSEEN = (
-    "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
-    "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
-)
-_COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
+_COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
 
 
 class LoopWindow:
@@ -175,10 +155,10 @@ class LoopWindow:
         if self.updates:
             return ""
         if any(trained.count.buffer.counts_in_graph for trained in self.networks):
-            return _UNSEEN
+            return UNSEEN
         if not self.in_batch:
-            return "" if self.events.batches else _EARLY
-        return _EARLY if self.ends and (self._awaits_batch or all(each.is_open for each in self.networks)) else ""
+            return "" if self.events.batches else EARLY
+        return EARLY if self.ends and (self._awaits_batch or all(each.is_open for each in self.networks)) else ""
 
     def _begin_anew(self) -> None:
         """Begin a window, with the current batch or with the rest of it."""
@@ -212,7 +192,7 @@ class LoopWindow:
         """Discard a window after a failed loss, because a batch must not be trained with only some of its losses."""
         if trained.is_open:
             trained.discard(for_all=True)
-            warn_of_dropped(_OWNER, self.batches - 1)
+            check.warn_of_dropped(_OWNER, self.batches - 1)
         is_empty = not (self.is_open or goes_on)
         trained.has_batch = is_empty or goes_on
         if is_empty:
@@ -220,7 +200,7 @@ class LoopWindow:
 
     def checked_weight(self, weight: object) -> float:
         """Return the weight of a batch; warn if it has none but other rows than the previous batch of its window."""
-        number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+        number = check.check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
         batches = self._batches if self.in_batch else self.passes.coming()
         rows = None if number != 1.0 or not batches else batches[0].rows
         before, self._rows = self._rows if self.is_open else None, rows
@@ -244,7 +224,7 @@ class LoopWindow:
         if self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
             self._follow_others()
-            warn_of_open(_OWNER, self.batches or self.batches_added, when)
+            check.warn_of_open(_OWNER, self.batches or self.batches_added, when)
 
     def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
@@ -258,10 +238,10 @@ class LoopWindow:
 
     def load_state_dict(self, saved: State) -> None:
         """Restore what `state_dict` has returned. The windows of the networks must have loaded their states before."""
-        flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
-        schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
-        counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
-        with all_or_nothing(self):
+        flags = check.check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), check.is_flag))
+        schedulers = check.check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
+        counts = check.check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
+        with check.all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
         # The state may come from a rank with more batches in the window.

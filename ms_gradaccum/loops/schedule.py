@@ -6,22 +6,20 @@ from typing import Any
 
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import (
-    State,
-    argument_error,
-    check_accumulation_steps,
-    check_bool,
-    check_positive_int,
-    check_saved,
-    check_type,
-    is_flag,
-    require,
-    typed,
-    warn,
-)
+from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import State, argument_error, require, warn
 from ms_gradaccum.backend import plain_state
 
 _OWNER = "AccumulationConfig"
+EARLY = (
+    "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when it moves "
+    "nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a scheduler ahead before "
+    "prepare()."
+)
+UNSEEN = (
+    "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
+    "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
+)
 _RULE, _REMEDY = "a dict from epochs to numbers of batches, a function or None", "For example schedule={0: 1, 4: 2}."
 
 
@@ -64,13 +62,15 @@ class AccumulationConfig:
     schedule: dict[int, int] | Callable[[int], int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        check_accumulation_steps(_OWNER, self.accumulation_steps)
-        check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
-        check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
+        check.check_accumulation_steps(_OWNER, self.accumulation_steps)
+        check.check_bool(
+            _OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over."
+        )
+        check.check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if isinstance(self.schedule, dict):
             _check_milestones(self.schedule)
         elif not (self.schedule is None or callable(self.schedule)):
-            raise TypeError(argument_error(_OWNER, "schedule", _RULE, typed(self.schedule), _REMEDY))
+            raise TypeError(argument_error(_OWNER, "schedule", _RULE, check.typed(self.schedule), _REMEDY))
         is_once = self.schedule is None or self.accumulation_steps == 1
         got = f"{self.accumulation_steps} and a schedule"
         remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
@@ -88,7 +88,7 @@ class AccumulationConfig:
             return self.accumulation_steps
         if not isinstance(self.schedule, dict):
             remedy = "It is called with the number of updates so far."
-            return check_positive_int(_OWNER, f"schedule({updates})", self.schedule(updates), remedy)
+            return check.check_positive_int(_OWNER, f"schedule({updates})", self.schedule(updates), remedy)
         if epoch is None:
             raise ValueError(
                 f"For '{_OWNER}', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
@@ -101,18 +101,18 @@ class AccumulationConfig:
 def _check_milestones(schedule: dict[int, int]) -> None:
     require(schedule, _OWNER, "schedule", _RULE, "an empty dict", _REMEDY)
     for epoch, steps in schedule.items():
-        check_type(_OWNER, "schedule", epoch, int, "a dict whose keys are ints", _REMEDY)
+        check.check_type(_OWNER, "schedule", epoch, int, "a dict whose keys are ints", _REMEDY)
         require(epoch >= 0, _OWNER, "schedule", "a dict whose keys are not negative", epoch, _REMEDY)
-        check_positive_int(_OWNER, f"schedule[{epoch}]", steps, "It counts the batches of one update.")
+        check.check_positive_int(_OWNER, f"schedule[{epoch}]", steps, "It counts the batches of one update.")
 
 
 def merge_config(owner: str, accumulation_steps: object, config: object) -> AccumulationConfig:
     """Merge `accumulation_steps` and a config into one config."""
-    accumulation_steps = check_accumulation_steps(owner, accumulation_steps)
+    accumulation_steps = check.check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     rule, remedy = "an AccumulationConfig or None", "Build one, or leave it out."
-    config = check_type(owner, "config", config, AccumulationConfig, rule, remedy)
+    config = check.check_type(owner, "config", config, AccumulationConfig, rule, remedy)
     if accumulation_steps in (1, config.accumulation_steps):
         return config
     rule, got = "the same as that of config", f"{accumulation_steps} and a config with {config.accumulation_steps}"
@@ -148,8 +148,8 @@ class PreparedScheduler:
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
     def load_state_dict(self, saved: State) -> None:
-        rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
-        flags = check_saved(saved, "where its schedulers stand", rules)
+        rules = dict.fromkeys(("is_due", "follows_updates"), check.is_flag)
+        flags = check.check_saved(saved, "where its schedulers stand", rules)
         plain_state.put(self.scheduler, saved.get("scheduler"))
         vars(self).update(flags)
 
