@@ -4,7 +4,7 @@ import dis
 import gc
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 
 from mindspore import Tensor, nn, ops
@@ -91,8 +91,8 @@ def has_backward_hook(cell: nn.Cell) -> bool:
 class JitParts:
     """The parts of cells with ``@jit``, which MindSpore compiles in PYNATIVE mode and finds by the cells' phases."""
 
-    def __init__(self, cells: Iterable[nn.Cell], parameters: Iterable[Tensor]) -> None:
-        self.cells, self.parameters = list(cells), list(parameters)
+    def __init__(self, cells: Sequence[nn.Cell], parameters: Iterable[Tensor]) -> None:
+        self.cells, self.parameters = cells, list(parameters)
         self.places: list[int] = []  # The memory addresses of the parameters for which the parts were compiled.
         self.version = ""
 

@@ -48,11 +48,11 @@ class AllReduce(nn.Cell):
         if self.reduces:
             return self.all_reduce(values)
         # Each rank adds up its part, and all gather the parts, as a ring does it.
-        missing = -values.size % self.size
-        if missing == 0:
-            return self.all_gather(self.reduce_scatter(values.reshape(-1))).reshape(values.shape)
-        padded = ops.concat((values.reshape(-1), ops.zeros((missing,), values.dtype)))
-        return self.all_gather(self.reduce_scatter(padded))[: values.size].reshape(values.shape)
+        row, missing = values.reshape(-1), -values.size % self.size
+        if missing:
+            row = ops.concat((row, ops.zeros((missing,), values.dtype)))
+        total = self.all_gather(self.reduce_scatter(row))
+        return (total[: values.size] if missing else total).reshape(values.shape)
 
 
 class AllGather(nn.Cell):

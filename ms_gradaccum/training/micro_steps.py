@@ -69,7 +69,8 @@ class MicroSteps:
         # No thread pool for several ranks: they share cores, and their messages must keep one order.
         self.may_use_thread_pool = not several
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
-        self.jit_parts = JitParts((cell for _, cell in network.cells_and_names()), network.get_parameters())
+        self.cells = [cell for _, cell in network.cells_and_names()]
+        self.jit_parts = JitParts(self.cells, network.get_parameters())
         self.loss_check = LossCheck(network, self.parameters, settings, half, several)
         self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
 
@@ -157,7 +158,7 @@ class MicroSteps:
     def _look_at_hooks(self) -> None:
         """Warn of code in the backward pass at the first batch, and where hooks have come later."""
         hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
-        found = len(hooks) + sum(map(has_backward_hook, self.jit_parts.cells))
+        found = len(hooks) + sum(map(has_backward_hook, self.cells))
         if found > self.hooks:
             self.hooks = found
             warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
