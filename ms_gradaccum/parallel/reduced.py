@@ -61,9 +61,8 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
     require(len(scales) == 1, owner, "network", rule, sorted(scales), "Give each part of the network the same ones.")
     rule, remedy = "one that reduces all its gradients over all processes", "Give the whole network to hsdp()."
     for parameter in network.trainable_params():
-        got = f"{parameter.name!r}, " + ("a DTensor" if parameter.hooks() else "which has no hook that reduces it")
-        reduces = parameter.hooks() and not hasattr(parameter, "placements")
-        require(reduces, owner, "network", rule, got, remedy)
+        got = f"{parameter.name!r}, which has no hook that reduces it"
+        require(parameter.hooks(), owner, "network", rule, got, remedy)
     try:
         for each in schedulers:
             each.zero_grads()

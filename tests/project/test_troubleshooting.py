@@ -523,6 +523,13 @@ def a_network_that_adds_its_gradients_up_itself(*_):
     step_of(DistributedDataParallel(loss_cell()))
 
 
+@says("For 'Accumulator', the argument 'network' must be one without DTensors")
+def a_network_of_distributed_tensors(*_):
+    network = line()
+    network.weight.placements = ("Shard(0)",)
+    Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+
+
 @says("For 'HSDP', the argument 'shard_size' must be a divisor of the")
 def groups_that_are_not_alike(*_):
     factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4)
