@@ -1,6 +1,6 @@
 """Networks whose hooks reduce their gradients, on two and four processes, against one process on all rows.
 
-The stand-in has the protocol of HyperParallel's hsdp, which `clients/hyper_parallel.py` runs itself.
+The stand-in has the protocol of HyperParallel's hsdp, which `clients/hyper_parallel_ranks.py` runs itself.
 """
 
 import functools

@@ -342,6 +342,77 @@ def test_gradients_of_functions_and_of_losses_take_turns(backward_of_tensors):
         np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
 
 
+class TrainerOfMicroBatches:
+    """The loop of mindformers 2.1's PYNATIVE trainer: the mean of the mean losses of the micro batches."""
+
+    def __init__(self, model, micro_batches, max_norm):
+        self.model, self.num_accumulation_steps, self.max_norm = model, micro_batches, max_norm
+        self.optimizer = momentum(model)
+
+    def compute_loss(self, words, labels):
+        total, tokens = self.model(words, labels)
+        return total / tokens
+
+    def training_step(self, batches):
+        loss = 0.0
+        for batch in batches:
+            part = self.compute_loss(*batch) / self.num_accumulation_steps
+            part.backward()
+            loss += part
+        return loss, self._optimizer_update()
+
+    def _optimizer_update(self):
+        grads = [parameter.grad for parameter in self.optimizer.parameters]
+        norm = np.sqrt(sum((grad.asnumpy() ** 2).sum() for grad in grads))
+        self.optimizer(tuple(grad * Tensor(min(1.0, self.max_norm / norm), ms.float32) for grad in grads))
+        for parameter in self.optimizer.parameters:
+            parameter.grad = None
+        return Tensor(norm, ms.float32)
+
+
+class TrainerOfTokens(TrainerOfMicroBatches):
+    """The same trainer as docs/pynative.md changes it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.accumulator = Accumulator(self.model, self.optimizer, self.num_accumulation_steps)
+
+    def training_step(self, batches):
+        for words, labels in batches:
+            with self.accumulator.accumulate():
+                loss = self.compute_loss(words, labels)
+                self.accumulator.backward(loss, weight=(labels != -100).sum())
+                self.accumulator.clip_grad_norm(self.max_norm)
+                output = self.accumulator.step()
+        return output.loss, output.grad_norm
+
+
+def test_the_trainer_of_mindformers_gets_the_mean_over_tokens(backward_of_tensors):
+    random = np.random.default_rng(5)
+    words = random.normal(size=(2, 6, 4, 3)).astype(np.float32)
+    labels = random.integers(0, 3, (2, 6, 4)).astype(np.int32)
+    labels[:, :2, 1:] = labels[:, 5, :3] = -100  # Micro batches of 2, 8 and 5 tokens.
+
+    def trained(kind, parts):
+        layer = nn.Dense(3, 3, weight_init=Tensor(np.eye(3, dtype=np.float32)), bias_init="zeros")
+        trainer, reports = kind(TokenMeanLoss(layer), parts, 0.3), []
+        for window in zip(words, labels):
+            batches = zip(*(np.split(array, parts) for array in window))
+            reports.append([number(each) for each in trainer.training_step([map(Tensor, batch) for batch in batches])])
+        return np.concatenate([value.ravel() for value in values_of(layer)]), np.array(reports)
+
+    # The whole window is one micro batch.
+    backward_of_tensors()
+    expected, whole = trained(TrainerOfMicroBatches, 1)
+    start = np.append(np.eye(3), np.zeros(3))
+    values, reports = trained(TrainerOfTokens, 3)
+    np.testing.assert_allclose(values, expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(reports, whole, rtol=1e-5)
+    values, reports = trained(TrainerOfMicroBatches, 3)
+    assert np.linalg.norm(values - expected) > 0.05 * np.linalg.norm(expected - start)
+    assert np.abs(reports / whole - 1).max() > 0.05
+
+
 @pytest.mark.parametrize("prepares", [False, True])
 def test_a_loop_that_calls_loss_backward_alone_is_named(backward_of_tensors, prepares):
     backward_of_tensors()
