@@ -19,6 +19,7 @@ from ms_gradaccum.backend.network_code import JitParts, NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
+_KINDS = (nn.Optimizer, ExperimentalOptimizer)
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
 _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = weakref.WeakKeyDictionary()
@@ -26,21 +27,24 @@ _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = we
 
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
-    if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
+    if not isinstance(optimizer, _KINDS):
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
     got, is_thor = "thor, which keeps statistics of the last forward pass", getattr(optimizer, "thor", False)
     remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
     require(not is_thor, owner, "optimizer", "one that needs gradients only", got, remedy)
-    known = {id(parameter) for parameter in network.get_parameters()}
-    strangers = [parameter.name for parameter in optimizer.parameters if id(parameter) not in known]
     for parameter in optimizer.parameters:
         rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
         remedy = "Have two real parameters, and make the complex number of them in the network."
         require(parameter.dtype not in mstype.complex_type, owner, "optimizer", rule, got, remedy)
-    if strangers:
-        got = f"{len(strangers)} parameters that it does not have, first {strangers[0]!r}"
-        raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+    known = {id(parameter) for parameter in network.get_parameters()}
+    strangers = [repr(parameter.name) for parameter in optimizer.parameters if id(parameter) not in known]
+    got = f"{len(strangers)} parameters that it does not have, first {''.join(strangers[:1])}"
+    require(not strangers, owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY)
+    # As in MindSpore's step, an optimizer inside another one gets its name as a prefix where names are equal.
+    step = nn.Cell(auto_prefix=False)
+    step.weights, step.network, step.optimizer = optimizer.parameters, network.network, optimizer
+    step.check_names_and_refresh_name()
 
 
 class OptimizerOwner(Protocol):
@@ -124,21 +128,24 @@ def keeps_absent_rows(optimizer: nn.Cell) -> bool:
 
 
 def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
-    """Return all parameters of the optimizer, including those in lists and groups."""
-    # By name, because a group can still hold a learning rate that the optimizer has replaced.
-    found = {item.name: item for item in optimizer.get_parameters()}
-    for attributes in [vars(optimizer), *getattr(optimizer, "param_groups", [])]:
-        for place in attributes.values():
-            for item in place if isinstance(place, (list, tuple)) else [place]:
-                if isinstance(item, Parameter):
-                    found.setdefault(item.name, item)
+    """Return all parameters of the optimizer and of those inside it, including those in lists, dicts and groups."""
+    found = {id(item): item for item in optimizer.get_parameters()}
+    for _, cell in optimizer.cells_and_names():
+        # By name, because a group can still hold a learning rate that the optimizer has replaced.
+        own = {item.name for item in cell.get_parameters()}
+        held = [value for name, value in vars(cell).items() if name != "init_params"]  # These are never sharded.
+        found |= {id(item): item for item in _parameters_in(held) if item.name not in own}
     return ParameterTuple(found.values())
+
+
+def _parameters_in(value: object) -> list[Parameter]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [value] if isinstance(value, Parameter) else [found for item in items for found in _parameters_in(item)]
 
 
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
     """Return the parts that MindSpore compiles, of the optimizer and of those inside it."""
-    kinds = (nn.Optimizer, ExperimentalOptimizer)
-    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, kinds)]
+    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, _KINDS)]
     return JitParts(optimizers, [parameter for each in optimizers for parameter in all_parameters(each)])
 
 
@@ -155,14 +162,15 @@ def compiles_itself(optimizer: nn.Cell) -> bool:
 
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
-    """Return the optimizer with the learning rate and the update count: for LARS, the wrapped optimizer."""
-    return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
+    """Return the optimizer with the learning rate and the update count: the one inside, if it has all parameters."""
+    cells = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS) and cell is not optimizer]
+    inside = [cell for cell in cells if [*map(id, cell.parameters)] == [*map(id, optimizer.parameters)]]
+    return inside[0] if len(inside) == 1 else optimizer
 
 
 def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:
     """Return the groups of parameters whose settings a program may change, as those of PyTorch's optimizers."""
-    inner = map(inner_optimizer, optimizers)
-    return [group for each in inner if isinstance(each, ExperimentalOptimizer) for group in each.param_groups]
+    return [group for each in map(inner_optimizer, optimizers) for group in getattr(each, "param_groups", [])]
 
 
 def updates_of(optimizer: nn.Cell) -> int | None:
@@ -213,7 +221,8 @@ class LearningRate(nn.Cell):
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = inner_optimizer(optimizer)
-        self.groups = tuple(range(len(optimizer.lrs))) if isinstance(optimizer, ExperimentalOptimizer) else None
+        is_experimental = isinstance(self.optimizer, ExperimentalOptimizer)
+        self.groups = tuple(range(len(self.optimizer.lrs))) if is_experimental else None
         rates = getattr(self.optimizer, "learning_rate", None)
         held = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
         cells = [cell for rate in held if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]

@@ -182,8 +182,10 @@ class PassSteps(Callback):
         batches, now = self.done - self.begun, updates_of(self.train_step.optimizer)
         windows = (open_batches + batches) // self.train_step.accumulation_steps
         # Of an optimizer without a count, only the last window is known to be skipped.
-        is_skipped = output.ends_window and not output.is_updated
-        updates = windows - is_skipped if before is None or now is None else now - before
+        updates = windows - (output.ends_window and not output.is_updated)
+        # A user's optimizer may leave its count at 0.
+        if before is not None and now is not None and (now or not (output.is_updated or events.updates)):
+            updates = now - before
         events.batches += batches
         events.updates += updates
         events.skipped_updates += windows - updates

@@ -96,6 +96,7 @@ def build_reducers(
     each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
+        _warn_of_decay(owner, network, optimizer)
         parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
         dtypes = list(islice(each_dtype, len(parameters)))
         if kind is None:
@@ -115,6 +116,19 @@ def build_reducers(
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
     return reducers
+
+
+def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
+    """Warn if the weight decay goes into the gradient of a sparse lookup, which has only some rows."""
+    cells = [cell for _, cell in network.cells_and_names() if sparse_lookup(cell)]
+    tables = {id(parameter) for cell in cells for parameter in cell.get_parameters(expand=False)}
+    flags = optimizer.decay_flags if isinstance(optimizer, nn.Adam) and optimizer.exec_weight_decay else ()
+    for parameter in [each for each, flag in zip(optimizer.parameters, flags) if flag and id(each) in tables]:
+        warn(
+            f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own step "
+            f"on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0 for the same "
+            f"in both."
+        )
 
 
 def _check_can_drop(owner: str, network: nn.Cell) -> None:

@@ -6,7 +6,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
 from mindspore.nn.utils import no_init_parameters
 from optimizer_parity import (
     BOTH,
@@ -24,6 +24,8 @@ from optimizer_parity import (
     train,
     values_of,
 )
+
+from ms_gradaccum import Accumulator, TrainOneStepCell
 
 
 class GrowingDecay(nn.Cell):
@@ -74,6 +76,21 @@ class HalfFirstLayer(nn.Cell):
 
     def construct(self, x):
         return self.second(ops.cast(self.first(ops.cast(x, ms.float16)), ms.float32))
+
+
+class Averaging(nn.Optimizer):
+    """An optimizer around another one, which keeps averages of the parameters. Both have parameters of equal names."""
+
+    def __init__(self, optimizer):
+        super().__init__(0.0, list(optimizer.parameters))
+        self.inner = optimizer
+        self.averages = self.parameters.clone(prefix="average", init="same")
+
+    def construct(self, gradients):
+        done = self.inner(gradients)
+        for average, parameter in zip(self.averages, self.parameters):
+            done = ops.depend(done, ops.assign(average, 0.9 * average + 0.1 * parameter))
+        return done
 
 
 def frozen_weight():
@@ -163,6 +180,44 @@ def test_a_tied_weight_has_one_state(mode):
     _, values = results[mode]
     states = {name for name in values if "moments" in name}
     assert states == {f"moments.backbone.{name}" for name in ("first.weight", "first.bias", "second.bias")}
+
+
+@pytest.mark.parametrize("make_step", [accumulated_step, Accumulator])
+def test_an_optimizer_around_another_one_gets_the_names_of_mindspores_step(make_step, mode):
+    """Both have a `global_step`, which no graph could tell apart."""
+    found = []
+    for number, build in enumerate((nn.TrainOneStepCell, make_step)):
+        network = one_layer()
+        optimizer = Averaging(nn.Momentum(network.trainable_params(), 0.01, 0.9))
+        step = build(network, optimizer, *number * [4])
+        for batch in batches():
+            for part in zip(*(np.split(each, 4 if build is Accumulator else 1) for each in batch)):
+                getattr(step, "backward", step)(*map(Tensor, part))
+            if build is Accumulator:
+                step.step()
+        found.append({each.name: each.asnumpy() for each in optimizer.get_parameters()})
+    assert {"optimizer.global_step", "optimizer.inner.global_step", "backbone.weight"} < set(found[0])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("inner", [nn.Momentum, experimental.SGD])
+def test_the_rate_that_is_reported_is_that_of_the_optimizer_inside(inner, mode):
+    network = one_layer()
+    optimizer = Averaging(inner(network.trainable_params(), 0.01, 0.9))
+    (output,) = train(accumulated_step(network, optimizer, 4), batches()[:1])
+    assert output.learning_rate.asnumpy() == np.float32(0.01)
+
+
+def test_the_loss_scale_is_that_of_the_optimizer_inside(eager, recwarn):
+    """MindSpore's step would leave the gradients scaled, and the optimizer would divide them."""
+    weights = []
+    for scale, settings in (1.0, {}), (8.0, {"mixed_precision": amp.FixedLossScaleManager(8, False)}):
+        network = one_layer()
+        optimizer = Averaging(nn.Momentum(network.trainable_params(), 0.01, 0.9, loss_scale=scale))
+        train(TrainOneStepCell(network, optimizer, check_loss=False, **settings), batches())
+        weights.append(values_of({each.name: each for each in network.get_parameters()}))
+    assert_same(*weights)
+    assert not [each for each in recwarn if "loss_scale" in str(each.message)]
 
 
 RATES = [

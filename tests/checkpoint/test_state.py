@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import line, sgd, weight_of
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
@@ -28,12 +28,32 @@ from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import World
 
+
+class Keeping(nn.Optimizer):
+    """An optimizer that keeps its state in a dict, around one of which MindSpore's cells do not see all parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(0.0, list(parameters))
+        self.inner = optim.NAdam(self.parameters, 0.05)
+        self.state = {each.name: {"average": each.clone()} for each in self.parameters}
+        for name, value in self.state.items():
+            value["average"].name = f"average.{name}"
+
+    def construct(self, gradients):
+        self.inner(gradients)
+        for parameter, its in zip(self.parameters, self.state.values()):
+            ops.assign(its["average"], 0.9 * its["average"] + 0.1 * parameter)
+            ops.assign(parameter, 0.5 * (parameter + its["average"]))
+        return True
+
+
 SHARDS = {"num_shards": 2, "shard_id": 0}
 pytestmark = pytest.mark.usefixtures("eager")
 SETTINGS = {
     "plain": {"check_loss": True},
     "adam": {"make_optimizer": lambda p: nn.AdamWeightDecay(p, nn.cosine_decay_lr(0.0, 0.05, 8, 8, 1))},
     "experimental": {"make_optimizer": lambda p: optim.Adam(p, lr=0.05, amsgrad=True)},
+    "state in dicts and lists": {"make_optimizer": Keeping},
     "clip": {"clip": ClipByGlobalNorm(0.05)},
     "scaled": {"mixed_precision": MixedPrecision(level="O0", init_scale=8, growth_interval=1)},
     "manager": {"mixed_precision": ms.amp.DynamicLossScaleManager(8, 2, 2)},

@@ -2,6 +2,7 @@
 
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Parameter, nn, ops
 from optimizer_parity import (
     RowLoss,
@@ -11,6 +12,8 @@ from optimizer_parity import (
     assert_not_vacuous,
     batches,
 )
+
+from ms_gradaccum import Accumulator, TrainOneStepCell
 
 
 class Gather(nn.Cell):
@@ -35,6 +38,11 @@ class Lookup(nn.Cell):
         return self.rows(ops.cast(x, ms.int32))
 
 
+def adam_groups(network):
+    groups = [{"params": [network.backbone.rows.embedding_table], "weight_decay": 0.0}]
+    return nn.Adam(groups, 0.05, weight_decay=0.1)
+
+
 def adam(network):
     return nn.Adam(network.trainable_params(), 0.05, eps=1.0)
 
@@ -48,3 +56,19 @@ def test_the_gradient_of_a_sparse_lookup_trains_like_that_of_a_dense_one():
     assert_not_vacuous(whole, micro_size=4)
     for outputs, values in accumulate(lambda: RowLoss(Lookup(sparse=True)), adam, 4, [ms.GRAPH_MODE], data).values():
         assert_like_whole_batch(whole, outputs, values)
+
+
+@pytest.mark.parametrize("build", (TrainOneStepCell, Accumulator))
+def test_a_weight_decay_of_rows_that_no_batch_reads_is_told(build):
+    """MindSpore adds it to the rows of the sparse gradient alone."""
+    network = RowLoss(Lookup(sparse=True))
+    with pytest.warns(UserWarning, match="weight decay of 'backbone.rows.embedding_table' acts on all its rows"):
+        build(network, nn.Adam(network.trainable_params(), 0.05, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("sparse, optimizer", [(True, adam_groups), (True, adam), (False, None)])
+def test_nothing_is_told_where_the_decay_is_that_of_mindspore(sparse, optimizer, recwarn):
+    network = RowLoss(Lookup(sparse))
+    optimizer = optimizer or (lambda network: nn.Adam(network.trainable_params(), 0.05, weight_decay=0.1))
+    TrainOneStepCell(network, optimizer(network))
+    assert not [each for each in recwarn if "weight decay" in str(each.message)]

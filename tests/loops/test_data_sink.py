@@ -10,8 +10,8 @@ import itertools
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, batches, descend, toy, weight_of
-from mindspore import nn, train
+from linear_toy import X, batches, descend, line, toy, weight_of
+from mindspore import nn, ops, train
 from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
 from step_probe import Around
@@ -255,3 +255,22 @@ def test_a_batch_that_is_measured_before_a_sink_draws_no_random_numbers(sinks, m
         return weight_of(network)
 
     assert weight_on("Ascend") == weight_on("CPU")
+
+
+class Uncounted(nn.Optimizer):
+    """An optimizer as the one in MindSpore's documentation, which leaves its `global_step` at 0."""
+
+    def construct(self, gradients):
+        return ops.assign_sub(self.parameters[0], self.learning_rate * gradients[0])
+
+
+@pytest.mark.parametrize("last", [8, np.inf])
+def test_the_windows_of_a_sink_are_counted_for_an_optimizer_that_does_not_count(sinks, last):
+    network, x = line(), X.copy()
+    x[-1] = last
+    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), Uncounted(0.002, network.trainable_params())
+    model = Model(loss_cell, optimizer=optimizer, accumulation_steps=2, check_loss=False)
+    model.train(1, batches(1), dataset_sink_mode=True)
+    model.train(1, batches(1, x), dataset_sink_mode=True)
+    events, skipped = model.train_network.events, int(np.isinf(last))
+    assert (events.updates, events.skipped_updates) == (8 - skipped, skipped)

@@ -85,6 +85,22 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused():
         check_shardable(Rows(network.trainable_params()))
 
 
+def test_an_optimizer_whose_state_is_in_a_dict_is_refused():
+    """Slices would replace the parameters alone."""
+    optimizer = nn.SGD(nn.Dense(2, 2).trainable_params())
+    optimizer.state = {"weight": {"average": Parameter(ops.ones((2, 2)), "average.weight")}}
+    with pytest.raises(ValueError, match=r"but got SGD with the state 'average.weight' of shape \(2, 2\)"):
+        check_shardable(optimizer)
+
+
+def test_an_optimizer_around_another_one_is_refused():
+    """The one inside would update whole parameters with this rank's rows of their gradients."""
+    optimizer = nn.SGD(nn.Dense(2, 2).trainable_params())
+    optimizer.inner = nn.AdamWeightDecay(optimizer.parameters)
+    with pytest.raises(ValueError, match="but got SGD, which has AdamWeightDecay inside. Use an optimizer that works"):
+        check_shardable(optimizer)
+
+
 class ClippedSGD(nn.SGD):
     def construct(self, grads):
         return super().construct(ops.clip_by_global_norm(grads, 1.0))

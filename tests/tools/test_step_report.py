@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd, weight_of
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
 from ms_gradaccum import (
@@ -96,6 +96,17 @@ def test_a_report_has_the_numbers_of_its_output():
         assert getattr(report, name) == getattr(output, name).asnumpy().item(), name
     assert report.clipped_grad_norm < report.grad_norm  # otherwise they could be exchanged
     assert report.as_dict().keys() == {*StepOutput._fields, "update", "skipped_updates", "batches", "micro_batches"}
+
+
+def test_updates_are_counted_for_an_optimizer_that_does_not_count():
+    """As the one in MindSpore's documentation, whose `global_step` stays 0."""
+
+    class Uncounted(nn.Optimizer):
+        def construct(self, gradients):
+            return ops.assign_sub(self.parameters[0], self.learning_rate * gradients[0])
+
+    _, accumulator = loop(optimizer=lambda network: Uncounted(0.02, network.trainable_params()))
+    assert [report.update for report in run(accumulator, StepReporter(accumulator), [[1], [2]])] == [1, 2]
 
 
 def test_skipped_updates_are_counted_and_are_no_updates(pairs):

@@ -146,8 +146,8 @@ class StepReporter(Settled):
             return None
         now, window, events = time.perf_counter(), self._window, self._events
         items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
-        count = None if window is None else updates_of(window.optimizers[0])
-        update = self._updates if count is None else count
+        # A user's optimizer may leave its count at 0.
+        update = (window and updates_of(window.optimizers[0])) or self._updates
         unseen, self._unseen = self._unseen, update - self._updates
         if self._since is not None and unseen == self._unseen:
             unit = "tokens" if window is not None and window.network.weighted else "rows"
