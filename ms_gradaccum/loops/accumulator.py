@@ -9,18 +9,17 @@ from types import MethodType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
-from mindspore import Tensor, nn
-from mindspore.ops.primitive import _primexpr
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, Uncopied, check_bool, check_choice, check_type, refuse_unknown, require, typed
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.optimizers import check_claims
-from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import LoopWindow
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
@@ -156,8 +155,9 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
-        self.add_grads = first.add_grads_cell if is_single else None
-        self.end = first.ends[0] if is_single else None
+        self.add_grads: Any = first.add_grads_cell if is_single else None
+        self.end: Any = first.ends[0] if is_single else None
+        self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None
         self._is_built = True
 
     def set_train(self, mode: bool = True) -> "Accumulator":
@@ -298,7 +298,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
 
     def construct(
         self,
-        grads: Sequence[Tensor],
+        grads: Tensor | Sequence[Tensor],
         weight: float | Tensor = 1.0,
         loss: Tensor | float | None = None,
         reduction: _Reduction = "mean",
@@ -307,9 +307,8 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
 
         The graph counts its batches itself, and does not see the end of the data: call `flush` at that point.
         """
-        if self.add_grads is None or self.end is None:
-            _refuse_graph()
-            return ()
+        grads = (grads,) if isinstance(grads, Tensor) else grads
+        check_in_graph(map_tensors(ops.shape, grads), self.shapes)
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
         value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
@@ -418,15 +417,6 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         A prepared dataset calls it at its end.
         """
         self.window.join()
-
-
-@_primexpr
-def _refuse_graph() -> None:
-    """Raise for a loop that does not work inside a graph."""
-    raise ValueError(
-        f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
-        f"schedule, but got more. Call it from Python."
-    )
 
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:

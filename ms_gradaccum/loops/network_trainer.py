@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -30,6 +31,7 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
+_FROM = "Take them with value_and_grad(forward, None, optimizer.parameters)."
 
 
 class TrainedNetwork(Window):
@@ -243,17 +245,27 @@ def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
         seen.add(id(parameter))
 
 
+def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]] | None) -> None:
+    """Raise unless the gradients have the parameters' shapes, which are None for a loop that no graph can contain."""
+    if expected is None:
+        raise ValueError(
+            f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without "
+            f"a schedule, but got more. Call it from Python."
+        )
+    rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {[*expected]}"
+    require([*found] == [*expected], _OWNER, "grads", rule, f"shapes {[*found]}", _FROM)
+
+
+check_in_graph = _primexpr(_check_shapes)
+
+
 def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:
-    remedy = "Take them with value_and_grad(forward, None, optimizer.parameters)."
-    if isinstance(grads, Tensor):
-        grads = (grads,)
+    grads = (grads,) if isinstance(grads, Tensor) else grads
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
-    found, expected = ([tuple(each.shape) for each in tensors] for tensors in (grads, parameters))
-    rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
-    require(found == expected, _OWNER, "grads", rule, f"shapes {found}", remedy)
+        raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, _FROM))
+    _check_shapes(*([tuple(each.shape) for each in tensors] for tensors in (grads, parameters)))
     strange = next((str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type), "")
-    require(not strange, _OWNER, "grads", "floating-point tensors", f"one of {strange}", remedy, TypeError)
+    require(not strange, _OWNER, "grads", "floating-point tensors", f"one of {strange}", _FROM, TypeError)
     # A graph takes no parameter as an input, but gradients can be kept in parameters.
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 

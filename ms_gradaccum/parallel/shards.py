@@ -127,7 +127,7 @@ class ShardedReducer(DataParallelReducer):
 
     def _show_whole(self, shard: Parameter) -> None:
         """In checkpoints, replace ``shard`` by a parameter of the whole shape without memory."""
-        # Loading it loads the shard. Saving it calls `gather`, a collective.
+        # Loading it loads the shard. Saving, reading and copying it call `gather`, a collective.
         shape = (shard.shape[0] * self.size, *shard.shape[1:])
         with no_init_parameters():
             view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
@@ -142,6 +142,8 @@ class ShardedReducer(DataParallelReducer):
             return ops.cast(rows.reshape(shape), shard.dtype)
 
         view.set_data, view.init_data = set_data, lambda *_, **__: view
+        view.asnumpy = lambda: gather(None).asnumpy()
+        view.__deepcopy__ = lambda _: Parameter(gather(None), view.name, view.requires_grad)  # As callbacks do.
         self.views[id(shard)] = view
         self.gathered.append((view, gather))
 

@@ -1,5 +1,6 @@
 """A process of `test_parallel.py`."""
 
+import copy
 import os
 import sys
 import warnings
@@ -304,6 +305,10 @@ def save_and_load():
     saved = ms.load_checkpoint(str(path))
     results["saved shapes"] = {name: list(value.shape) for name, value in saved.items()}
     results["differs without redundancy"] = without_redundancy(step, saved)
+    # EarlyStopping keeps the best parameters in such a copy.
+    for how, parameters in (("read", step.parameters_dict()), ("copied", copy.deepcopy(step.parameters_dict()))):
+        different = [name for name, each in parameters.items() if (each.asnumpy() != saved[name].asnumpy()).any()]
+        results[f"differs where {how}"] = different
     train_batches(step, [3], rank, size)
     results["not interrupted"] = weights_of(network)
     for name in ("data parallel", "two shards"):

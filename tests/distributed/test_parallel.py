@@ -204,6 +204,11 @@ def test_checkpoints_hold_whole_parameters_and_state(processes, request):
     assert [report["differs without redundancy"] for report in reports] == [[]] * len(reports)
 
 
+@pytest.mark.parametrize("how", ["read", "copied"])
+def test_parameters_and_state_are_whole_where_a_callback_reads_or_copies_them(how, two):
+    assert [report[f"differs where {how}"] for report in two] == [[], []]
+
+
 @pytest.mark.parametrize("name", ["data parallel", "two shards"])
 @pytest.mark.parametrize("processes", ["two", "four"])
 def test_training_goes_on_with_another_number_of_shards(name, processes, request):

@@ -305,6 +305,33 @@ def test_a_compiled_function_cannot_follow_a_schedule():
         train_step(Tensor([[1.0]]))
 
 
+@pytest.mark.parametrize("extra", [None, [[1.0]], [[1.0, 2.0]]], ids=["another", "same", "other"])
+def test_a_compiled_function_refuses_gradients_of_other_parameters(extra):
+    """Gradients of one parameter more would otherwise train, each in the place of the one before it."""
+    network, accumulator = toy_loop(1)
+
+    @ms.jit
+    def train_step(*grads):
+        return accumulator(grads)
+
+    grads = [Tensor([[1.0], [2.0]])] if extra is None else [Tensor([[1.0]]), Tensor(extra)]
+    shapes = re.escape(str([each.shape for each in grads]))
+    with pytest.raises(ValueError, match=rf"^For 'Accumulator', the argument 'grads' must be .* got shapes {shapes}\."):
+        train_step(*grads)
+    assert weight_of(network) == 0
+
+
+def test_a_compiled_function_takes_the_gradient_of_a_single_parameter():
+    network, accumulator = toy_loop(1)
+
+    @ms.jit
+    def train_step(grad):
+        return accumulator(grad)
+
+    assert number(train_step(Tensor([[-102.0]]))[3])
+    assert weight_of(network) == pytest.approx(2.04)
+
+
 def test_windows_of_all_lengths_share_the_same_four_graphs():
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3, compile=True, check_loss=False)
