@@ -88,6 +88,13 @@ def build_reducers(
     world = current_world(owner)
     if kind is not None and world.size > 1:
         _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})
+        is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
+        if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
+            warn(
+                f"For '{owner}', an update has the mean gradient of all processes, but MindSpore's own step in "
+                f"'data_parallel' without gradients_mean=True has {world.size} times that. Give "
+                f"set_auto_parallel_context(gradients_mean=True) for the same in both."
+            )
     if drop_non_finite:
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
