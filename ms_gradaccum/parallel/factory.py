@@ -43,13 +43,11 @@ _MANY = 16  # Longer arrays are described by their hash.
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
-    is_cell = isinstance(network, nn.Cell)
-    is_wrapped = is_cell and any(
-        type(cell).__name__ == "DistributedDataParallel" for _, cell in network.cells_and_names()
-    )
+    cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
+    is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for cell in cells)
     rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
     require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
-    cut = [each.name for each in network.trainable_params() if hasattr(each, "placements")] if is_cell else []
+    cut = [each.name for each in network.trainable_params() if hasattr(each, "placements")] if cells else []
     rule, remedy = "one without DTensors, whose operators communicate", "Use hsdp(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
     world = current_world(owner)
