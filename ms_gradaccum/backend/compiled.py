@@ -195,8 +195,7 @@ def number_of(cell: nn.Cell) -> int:
     return number
 
 
-def numbered(number: int) -> nn.Cell | None:
-    return _numbered.get(number)
+numbered = _numbered.get  # Returns the cell of a number, or None if it no longer exists.
 
 
 class Eager:

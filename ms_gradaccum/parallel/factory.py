@@ -86,13 +86,6 @@ def build_reducers(
     world = current_world(owner)
     if kind is not None and world.size > 1:
         _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})
-        is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
-        if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
-            warn(
-                f"For '{owner}', an update has the mean gradient of all processes, but MindSpore's own step in "
-                f"'data_parallel' without gradients_mean=True has {world.size} times that. Give "
-                f"set_auto_parallel_context(gradients_mean=True) for the same in both."
-            )
     if drop_non_finite:
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
@@ -123,6 +116,17 @@ def build_reducers(
     return reducers
 
 
+def _warn_of_a_sum(owner: str, ranks: int) -> None:
+    """Warn if MindSpore's own step would add up the mean gradients of the ranks."""
+    is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
+    if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
+        warn(
+            f"For '{owner}', an update has the mean gradient of all processes, but MindSpore's own step in "
+            f"'data_parallel' without gradients_mean=True has {ranks} times that. Give "
+            f"set_auto_parallel_context(gradients_mean=True) for the same in both."
+        )
+
+
 def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     """Warn if the weight decay goes into the gradient of a sparse lookup, which has only some rows."""
     cells = [cell for _, cell in network.cells_and_names() if sparse_lookup(cell)]
@@ -147,7 +151,7 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
-    """Raise on all ranks if their settings differ, before one of them would wait forever. Collective."""
+    """Raise on all ranks if settings differ, before one would wait forever. Warn if MindSpore adds up. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
     settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
@@ -168,6 +172,7 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     }
     shapes |= {f"buffer {name}": f"{tuple(each.shape)} of {each.dtype}" for name, each in network.named_buffers()}
     check_agreement(owner, settings | shapes)
+    _warn_of_a_sum(owner, current_world(owner).size)
 
 
 def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
