@@ -178,6 +178,8 @@ class Compiled:
         # would not find it after another cell with such inputs was freed.
         name = self.graphs.get((cell.phase, shapes))
         if name is None:
+            # With parameter_broadcast=True, MindSpore would give all ranks the sums and shards of rank 0 here.
+            cell.parameters_broadcast_dict = dict
             with graph_mode(), inlined(self.hooked):
                 MSContext.get_instance()._set_not_convert_jit(False)
                 cell.compile(*tensors)
@@ -193,8 +195,7 @@ def number_of(cell: nn.Cell) -> int:
     return number
 
 
-def numbered(number: int) -> nn.Cell | None:
-    return _numbered.get(number)
+numbered = _numbered.get  # Returns the cell of a number, or None if it no longer exists.
 
 
 class Eager:

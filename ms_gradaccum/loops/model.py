@@ -333,6 +333,8 @@ class Model(Settled, ms.Model):
         if not is_train:
             # For data sink mode, the step was compiled as part of a larger graph, and its settings have remained.
             forget_accumulation()
+            # An evaluation has set another network, which has the same backbone.
+            self._backbone_is_train |= network.training
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(

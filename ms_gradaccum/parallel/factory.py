@@ -43,13 +43,11 @@ _MANY = 16  # Longer arrays are described by their hash.
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
-    is_cell = isinstance(network, nn.Cell)
-    is_wrapped = is_cell and any(
-        type(cell).__name__ == "DistributedDataParallel" for _, cell in network.cells_and_names()
-    )
+    cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
+    is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for cell in cells)
     rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
     require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
-    cut = [each.name for each in network.trainable_params() if hasattr(each, "placements")] if is_cell else []
+    cut = [each.name for each in network.trainable_params() if hasattr(each, "placements")] if cells else []
     rule, remedy = "one without DTensors, whose operators communicate", "Use hsdp(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
     world = current_world(owner)
@@ -118,6 +116,17 @@ def build_reducers(
     return reducers
 
 
+def _warn_of_a_sum(owner: str, ranks: int) -> None:
+    """Warn if MindSpore's own step would add up the mean gradients of the ranks."""
+    is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
+    if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
+        warn(
+            f"For '{owner}', an update has the mean gradient of all processes, but MindSpore's own step in "
+            f"'data_parallel' without gradients_mean=True has {ranks} times that. Give "
+            f"set_auto_parallel_context(gradients_mean=True) for the same in both."
+        )
+
+
 def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     """Warn if the weight decay goes into the gradient of a sparse lookup, which has only some rows."""
     cells = [cell for _, cell in network.cells_and_names() if sparse_lookup(cell)]
@@ -142,7 +151,7 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
-    """Raise on all ranks if their settings differ, before one of them would wait forever. Collective."""
+    """Raise on all ranks if settings differ, before one would wait forever. Warn if MindSpore adds up. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
     settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
@@ -163,6 +172,7 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     }
     shapes |= {f"buffer {name}": f"{tuple(each.shape)} of {each.dtype}" for name, each in network.named_buffers()}
     check_agreement(owner, settings | shapes)
+    _warn_of_a_sum(owner, current_world(owner).size)
 
 
 def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:

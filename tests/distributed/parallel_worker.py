@@ -395,6 +395,18 @@ def warn_about_level3():
     results["level3"] = [str(warning.message) for warning in caught if "level3" in str(warning.message)]
 
 
+def train_in_the_context_of_data_parallel():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for mean in (True, False):
+            ms.set_auto_parallel_context(parallel_mode="data_parallel", parameter_broadcast=True, gradients_mean=mean)
+            try:
+                record(f"parameter_broadcast, mean {mean}", *train("Adam", "norm", rank, size, parallel=HSDP(2, 0)))
+            finally:
+                ms.reset_auto_parallel_context()
+    results["warned of a sum"] = [str(each.message) for each in caught if "gradients_mean" in str(each.message)]
+
+
 PARTS = [train_all_kinds, start_from_different_weights, disagree, save_and_load]
 PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, notice_different_weights]
 PARTS += (
@@ -402,7 +414,8 @@ PARTS += (
     if size == 4
     else [look_rows_up, overlap, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
-PARTS += [count_messages] if size == 4 else [train_in_pynative_mode, count_messages]
+PARTS += [] if size == 4 else [train_in_the_context_of_data_parallel, train_in_pynative_mode]
+PARTS += [count_messages]
 # What is not about the compiler: it would take most of the time.
 EAGER = [save_and_load, train_on_from_another_world, save_at_an_update, notice_different_weights, look_inside_a_window]
 EAGER += [run_out_of_data_early]

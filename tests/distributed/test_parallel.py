@@ -106,6 +106,19 @@ def test_pynative_mode_trains_the_same_weights(name, two):
     )
 
 
+def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named(two):
+    # With parameter_broadcast=True each graph that MindSpore compiles would get the sums and shards of rank 0.
+    for report in two:
+        for mean in (True, False):
+            got = report[f"parameter_broadcast, mean {mean}"]["weights"]
+            np.testing.assert_allclose(got, weights_of(one_process("norm")[0]), rtol=2e-5, atol=2e-6)
+        assert report["warned of a sum"] == [
+            "For 'TrainOneStepCell', an update has the mean gradient of all processes, but MindSpore's own step in "
+            "'data_parallel' without gradients_mean=True has 2 times that. Give "
+            "set_auto_parallel_context(gradients_mean=True) for the same in both."
+        ]
+
+
 def test_optimizer_state_is_divided_by_the_shard_size(four):
     network = build_network()
     sizes = [weight.size for weight in network.trainable_params()]

@@ -1,6 +1,7 @@
 """Model: training, the last window, evaluation and prediction, next to MindSpore's own Model."""
 
 import functools
+import warnings
 
 import mindspore as ms
 import numpy as np
@@ -282,6 +283,20 @@ def test_prediction_neither_sums_nor_splits(wrap, rows, network_mode):
     expected = ms.Model(network).predict(inputs).asnumpy()
     model = Model(wrap(GradAccumulation(network, MICRO_SIZE)), LOSS(), momentum(network))
     assert model.predict(inputs).asnumpy() == pytest.approx(expected)
+
+
+def test_a_prediction_after_an_evaluation_evaluates_the_loss_cell_too(mode):
+    network = Classifier()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, LOSS()), MICRO_SIZE)
+    model = Model(loss_cell, optimizer=momentum(network), metrics={"loss"})
+    model.train(1, samples(ROWS, LABELS))
+    model.eval(samples(ROWS, LABELS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Of a train cell that is not ours, where the loss cell is in training mode.
+        model.predict(Tensor(ROWS), Tensor(LABELS))
+    assert not loss_cell.training
+    model.train(1, samples(ROWS, LABELS))
+    assert loss_cell.training and network.training
 
 
 def test_changes_between_training_evaluation_and_prediction_compile_nothing_anew(mode, monkeypatch):
