@@ -41,10 +41,12 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     strangers = [repr(parameter.name) for parameter in optimizer.parameters if id(parameter) not in known]
     got = f"{len(strangers)} parameters that it does not have, first {''.join(strangers[:1])}"
     require(not strangers, owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY)
-    # As in MindSpore's step, an optimizer inside another one gets its name as a prefix where names are equal.
-    step = nn.Cell(auto_prefix=False)
-    step.weights, step.network, step.optimizer = optimizer.parameters, network.network, optimizer
-    step.check_names_and_refresh_name()
+    # An optimizer inside another one may have a state of the same names, which no graph could tell apart.
+    state = {id(item): (path, item) for path, item in reversed([*_named(optimizer)]) if id(item) not in known}
+    names = [item.name for item in network.get_parameters()] + [item.name for _, item in state.values()]
+    if len(set(names)) < len(names):
+        for path, item in state.values():
+            item.name = f"optimizer.{path}"
 
 
 class OptimizerOwner(Protocol):
@@ -129,18 +131,30 @@ def keeps_absent_rows(optimizer: nn.Cell) -> bool:
 
 def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     """Return all parameters of the optimizer and of those inside it, including those in lists, dicts and groups."""
-    found = {id(item): item for item in optimizer.get_parameters()}
-    for _, cell in optimizer.cells_and_names():
-        # By name, because a group can still hold a learning rate that the optimizer has replaced.
-        own = {item.name for item in cell.get_parameters()}
-        held = [value for name, value in vars(cell).items() if name != "init_params"]  # These are never sharded.
-        found |= {id(item): item for item in _parameters_in(held) if item.name not in own}
-    return ParameterTuple(found.values())
+    return ParameterTuple({id(item): item for _, item in _named(optimizer)}.values())
 
 
-def _parameters_in(value: object) -> list[Parameter]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [value] if isinstance(value, Parameter) else [found for item in items for found in _parameters_in(item)]
+def _named(optimizer: nn.Cell) -> Iterator[tuple[str, Parameter]]:
+    """Yield all parameters of the optimizer, some twice, with the place of each."""
+    yield from optimizer.parameters_and_names()
+    seen: set[int] = set()
+    for prefix, cell in optimizer.cells_and_names():
+        held = {name: value for name, value in vars(cell).items() if name not in ("init_params", "param_groups")}
+        # The optimizer may have replaced the learning rate that a group still holds.
+        for i, group in enumerate(getattr(cell, "param_groups", ())):
+            held |= {f"param_groups.{i}.{name}": value for name, value in group.items() if name != "lr"}
+        for name, value in held.items():
+            yield from _held(f"{prefix}.{name}" if prefix else name, value, seen)
+
+
+def _held(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Parameter]]:
+    if isinstance(value, Parameter):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, (Parameter, dict, list, tuple)):
+                yield from _held(f"{path}.{key}", item, seen)
 
 
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
@@ -163,9 +177,12 @@ def compiles_itself(optimizer: nn.Cell) -> bool:
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     """Return the optimizer with the learning rate and the update count: the one inside, if it has all parameters."""
-    cells = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS) and cell is not optimizer]
-    inside = [cell for cell in cells if [*map(id, cell.parameters)] == [*map(id, optimizer.parameters)]]
-    return inside[0] if len(inside) == 1 else optimizer
+    known = {*map(id, optimizer.parameters)}
+    cells = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS)]
+    chain = [cell for cell in cells if {*map(id, cell.parameters)} == known]
+    # Each one has the next one inside.
+    is_chain = all(any(inner is cell for _, cell in outer.cells_and_names()) for outer, inner in zip(chain, chain[1:]))
+    return chain[-1] if is_chain else optimizer
 
 
 def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:

@@ -220,10 +220,12 @@ def _add_number(total: Parameter, number: Tensor) -> Tensor:
 
 def sparse_lookup(network: nn.Cell) -> str | None:
     """Return the name of a cell whose gradient is sparse, or None."""
-    for _, cell in network.cells_and_names():
-        if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
-            return str(cell.cls_name)
-    return None
+    return next((str(cell.cls_name) for _, cell in network.cells_and_names() if looks_rows_up(cell)), None)
+
+
+def looks_rows_up(cell: nn.Cell) -> bool:
+    """Return whether the cell has the operator of a sparse lookup."""
+    return any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values())
 
 
 def reciprocal(weight: Tensor) -> Tensor:

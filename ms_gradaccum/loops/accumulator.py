@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import Settled, Uncopied, check_bool, check_choice, check_type, refuse_unknown, require, typed
 from ms_gradaccum.backend.kernels import ONE
@@ -308,7 +309,9 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         The graph counts its batches itself, and does not see the end of the data: call `flush` at that point.
         """
         grads = (grads,) if isinstance(grads, Tensor) else grads
-        check_in_graph(map_tensors(ops.shape, grads), self.shapes)
+        shapes = map_tensors(ops.shape, grads)
+        if self.shapes is None or F.isconstant(shapes):
+            check_in_graph(shapes, self.shapes)
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
         value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)

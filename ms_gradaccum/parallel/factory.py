@@ -16,9 +16,9 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import is_a, listed, require, warn
 from ms_gradaccum.backend.kept_state import constants_of
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.backend.optimizers import keeps_absent_rows
+from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.backend.tensors import Array
-from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
+from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
@@ -47,8 +47,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for cell in cells)
     rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
     require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
-    cut = [each.name for each in network.trainable_params() if hasattr(each, "placements")] if cells else []
-    rule, remedy = "one without DTensors, whose operators communicate", "Use hsdp(), or HSDP of this package."
+    cut = [each.name for each in network.get_parameters() if hasattr(each, "placements")] if cells else []
+    rule = "one without DTensors, whose operators communicate"
+    remedy = "Use hsdp() in place of fully_shard() and shard_module(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
@@ -129,14 +130,14 @@ def _warn_of_a_sum(owner: str, ranks: int) -> None:
 
 def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     """Warn if the weight decay goes into the gradient of a sparse lookup, which has only some rows."""
-    cells = [cell for _, cell in network.cells_and_names() if sparse_lookup(cell)]
-    tables = {id(parameter) for cell in cells for parameter in cell.get_parameters(expand=False)}
+    optimizer = inner_optimizer(optimizer)
+    cells = [cell for _, cell in network.cells_and_names() if looks_rows_up(cell)]
+    tables = {id(each) for cell in cells for each in cell.get_parameters(expand=False) if each.ndim > 1}
     flags = optimizer.decay_flags if isinstance(optimizer, nn.Adam) and optimizer.exec_weight_decay else ()
     for parameter in [each for each, flag in zip(optimizer.parameters, flags) if flag and id(each) in tables]:
         warn(
             f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own step "
-            f"on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0 for the same "
-            f"in both."
+            f"on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0."
         )
 
 

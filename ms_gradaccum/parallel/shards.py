@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum._checks import require, warn
@@ -177,6 +178,8 @@ def check_shardable(optimizer: nn.Cell) -> None:
     inner = [type(cell).__name__ for _, cell in optimizer.cells_and_names() if hasattr(cell, "parameters")]
     require(len(inner) == 1, _HSDP, "optimizer", rule, f"{name}, which has {inner[-1]} inside", remedy)
     known = {id(item) for value in _matching(optimizer) for item in value}
+    rates = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, LearningRateSchedule)]
+    known |= {id(item) for cell in rates for item in cell.get_parameters()}
     for item in all_parameters(optimizer):
         got = f"{name} with the state {item.name!r} of shape {tuple(item.shape)}"
         fits = id(item) in known or item.size <= 1

@@ -200,10 +200,26 @@ def test_an_optimizer_around_another_one_gets_the_names_of_mindspores_step(make_
     assert_same(*found)
 
 
+def test_an_optimizer_around_another_one_leaves_the_names_of_the_networks(eager):
+    """A file that is loaded, or a clip that is given by names, needs them."""
+    networks = [RowLoss(nn.SequentialCell(nn.Dense(3, 2), nn.BatchNorm1d(2))) for _ in range(2)]
+    for name, network in zip(("gen.", "dis."), networks):
+        network.update_parameters_name(name)
+    names = [each.name for network in networks for each in network.get_parameters()]
+    optimizers = [Averaging(nn.Momentum(network.trainable_params(), 0.01, 0.9)) for network in networks]
+    accumulator = Accumulator(networks, optimizers)
+    with accumulator.accumulate():
+        for network in networks:
+            accumulator.backward(*map(Tensor, batches()[0]), network=network)
+        accumulator.step()
+    assert [each.name for network in networks for each in network.get_parameters()] == names
+
+
+@pytest.mark.parametrize("around", [Averaging, lambda inner: Averaging(Averaging(inner))])
 @pytest.mark.parametrize("inner", [nn.Momentum, experimental.SGD])
-def test_the_rate_that_is_reported_is_that_of_the_optimizer_inside(inner, mode):
+def test_the_rate_that_is_reported_is_that_of_the_optimizer_inside(inner, around, mode):
     network = one_layer()
-    optimizer = Averaging(inner(network.trainable_params(), 0.01, 0.9))
+    optimizer = around(inner(network.trainable_params(), 0.01, 0.9))
     (output,) = train(accumulated_step(network, optimizer, 4), batches()[:1])
     assert output.learning_rate.asnumpy() == np.float32(0.01)
 

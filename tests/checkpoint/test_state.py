@@ -30,14 +30,13 @@ from ms_gradaccum.parallel.world import World
 
 
 class Keeping(nn.Optimizer):
-    """An optimizer that keeps its state in a dict, around one of which MindSpore's cells do not see all parameters."""
+    """An optimizer that keeps copies in a dict, around one of which MindSpore's cells do not see all parameters."""
 
     def __init__(self, parameters):
         super().__init__(0.0, list(parameters))
         self.inner = optim.NAdam(self.parameters, 0.05)
         self.state = {each.name: {"average": each.clone()} for each in self.parameters}
-        for name, value in self.state.items():
-            value["average"].name = f"average.{name}"
+        self.state["itself"] = self.state
 
     def construct(self, gradients):
         self.inner(gradients)

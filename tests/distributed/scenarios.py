@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "SGD": lambda weights: nn.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01),
     "Momentum": lambda weights: nn.Momentum(weights, 0.1, 0.9),
     "Adam": lambda weights: nn.Adam(weights, 0.01),
-    "AdamWeightDecay": lambda weights: nn.AdamWeightDecay(weights, 0.01, weight_decay=0.1),
+    "AdamWeightDecay": lambda weights: nn.AdamWeightDecay(weights, [0.03, 0.02, 0.01, 0.005], weight_decay=0.1),
     "LazyAdam": lambda weights: nn.LazyAdam(weights, 0.01),
     "AdaMax": lambda weights: nn.AdaMax(weights, 0.01),
     "Adagrad": lambda weights: nn.Adagrad(weights, learning_rate=0.1),

@@ -39,8 +39,10 @@ class Lookup(nn.Cell):
 
 
 def adam_groups(network):
+    """No decay of the table, but one of a parameter of a cell around it."""
+    network.backbone.scale = Parameter(np.ones((2, 2), np.float32), "scale")
     groups = [{"params": [network.backbone.rows.embedding_table], "weight_decay": 0.0}]
-    return nn.Adam(groups, 0.05, weight_decay=0.1)
+    return nn.Adam([*groups, {"params": [network.backbone.scale]}], 0.05, weight_decay=0.1)
 
 
 def adam(network):

@@ -332,6 +332,20 @@ def test_a_compiled_function_takes_the_gradient_of_a_single_parameter():
     assert weight_of(network) == pytest.approx(2.04)
 
 
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+def test_a_compiled_function_takes_a_gradient_whose_length_is_open_when_it_compiles(mode):
+    ms.set_context(mode=mode)
+    network = nn.Dense(2, 3, bias_init="zeros")
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
+
+    @ms.jit
+    def train_step(values):
+        return accumulator((ops.ones((3, 2), ms.float32), ops.unique(values)[0]))
+
+    assert number(train_step(Tensor([5.0, 6.0, 7.0, 7.0]))[3])
+    assert network.bias.asnumpy() == pytest.approx([-0.1, -0.12, -0.14])
+
+
 def test_windows_of_all_lengths_share_the_same_four_graphs():
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3, compile=True, check_loss=False)

@@ -107,6 +107,7 @@ def test_updates_are_counted_for_an_optimizer_that_does_not_count():
 
     _, accumulator = loop(optimizer=lambda network: Uncounted(0.02, network.trainable_params()))
     assert [report.update for report in run(accumulator, StepReporter(accumulator), [[1], [2]])] == [1, 2]
+    assert [report.update for report in run(accumulator, StepReporter(accumulator), [[3]])] == [3]
 
 
 def test_skipped_updates_are_counted_and_are_no_updates(pairs):

@@ -116,6 +116,7 @@ class StepReporter(Settled):
             rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
             raise TypeError(argument_error(self._owner, "train_step", rule, typed(train_step), remedy))
         self._events = None if train_step is None else train_step.events
+        self._is_only = train_step is not None and len(train_step.windows) == 1
         # A step that the compiler partitions has none.
         reducers = self._window.reducers if self._window is not None and self._has_norm else []
         norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
@@ -146,8 +147,9 @@ class StepReporter(Settled):
             return None
         now, window, events = time.perf_counter(), self._window, self._events
         items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
-        # A user's optimizer may leave its count at 0.
-        update = (window and updates_of(window.optimizers[0])) or self._updates
+        # A user's optimizer may leave its count at 0, and the events of several networks are counted together.
+        count = None if window is None else updates_of(window.optimizers[0])
+        update = count or (events.updates if events is not None and self._is_only else self._updates)
         unseen, self._unseen = self._unseen, update - self._updates
         if self._since is not None and unseen == self._unseen:
             unit = "tokens" if window is not None and window.network.weighted else "rows"
