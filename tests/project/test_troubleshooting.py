@@ -530,6 +530,21 @@ def a_network_of_distributed_tensors(*_):
     Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
 
 
+@says("For 'TrainOneStepCell', an update has the mean gradient of all processes")
+def a_context_that_adds_gradients_up(*_):
+    ms.set_auto_parallel_context(parallel_mode="data_parallel")
+    try:
+        factory._warn_of_a_sum("TrainOneStepCell", 2)
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+@says("For 'TrainOneStepCell', the weight decay of")
+def a_weight_decay_of_a_table(*_):
+    network = Lookup()
+    step_of(network, optimizer=nn.Adam(network.trainable_params(), weight_decay=0.1))
+
+
 @says("For 'HSDP', the argument 'shard_size' must be a divisor of the")
 def groups_that_are_not_alike(*_):
     factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4)
