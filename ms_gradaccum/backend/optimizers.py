@@ -139,9 +139,10 @@ def _named(optimizer: nn.Cell) -> Iterator[tuple[str, Parameter]]:
     yield from optimizer.parameters_and_names()
     seen: set[int] = set()
     for prefix, cell in optimizer.cells_and_names():
-        held = {name: value for name, value in vars(cell).items() if name not in ("init_params", "param_groups")}
+        groups = cell.param_groups if isinstance(cell, ExperimentalOptimizer) else ()
+        held = {name: value for name, value in vars(cell).items() if name != "init_params" and value is not groups}
         # The optimizer may have replaced the learning rate that a group still holds.
-        for i, group in enumerate(getattr(cell, "param_groups", ())):
+        for i, group in enumerate(groups):
             held |= {f"param_groups.{i}.{name}": value for name, value in group.items() if name != "lr"}
         for name, value in held.items():
             yield from _held(f"{prefix}.{name}" if prefix else name, value, seen)
@@ -187,7 +188,8 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
 
 def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:
     """Return the groups of parameters whose settings a program may change, as those of PyTorch's optimizers."""
-    return [group for each in map(inner_optimizer, optimizers) for group in getattr(each, "param_groups", [])]
+    inner = map(inner_optimizer, optimizers)
+    return [group for each in inner if isinstance(each, ExperimentalOptimizer) for group in each.param_groups]
 
 
 def updates_of(optimizer: nn.Cell) -> int | None:
