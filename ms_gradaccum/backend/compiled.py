@@ -195,7 +195,8 @@ def number_of(cell: nn.Cell) -> int:
     return number
 
 
-numbered = _numbered.get  # Returns the cell of a number, or None if it no longer exists.
+# Returns the cell of a number, or None if it no longer exists.
+numbered: Callable[[int], nn.Cell | None] = _numbered.get
 
 
 class Eager:

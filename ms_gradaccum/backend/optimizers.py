@@ -176,11 +176,15 @@ def compiles_itself(optimizer: nn.Cell) -> bool:
     return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
 
 
+def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
+    """Return the optimizer and those inside it."""
+    return [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS)]
+
+
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     """Return the optimizer with the learning rate and the update count: the one inside, if it has all parameters."""
     known = {*map(id, optimizer.parameters)}
-    cells = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS)]
-    chain = [cell for cell in cells if {*map(id, cell.parameters)} == known]
+    chain = [cell for cell in optimizers_in(optimizer) if {*map(id, cell.parameters)} == known]
     # Each one has the next one inside.
     is_chain = all(any(inner is cell for _, cell in outer.cells_and_names()) for outer, inner in zip(chain, chain[1:]))
     return chain[-1] if is_chain else optimizer

@@ -71,6 +71,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         if parallel == "auto" and network._enable_parallel_optimizer:
             level = network._optimizer_level
             parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
+    _warn_of_a_sum(owner, world.size)
     return choose_kind(owner, parallel, world.size)
 
 
@@ -131,10 +132,12 @@ def _warn_of_a_sum(owner: str, ranks: int) -> None:
 def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     """Warn if the weight decay goes into the gradient of a sparse lookup, which has only some rows."""
     optimizer = inner_optimizer(optimizer)
+    if not isinstance(optimizer, nn.Adam) or not optimizer.exec_weight_decay:
+        return
     cells = [cell for _, cell in network.cells_and_names() if looks_rows_up(cell)]
     tables = {id(each) for cell in cells for each in cell.get_parameters(expand=False) if each.ndim > 1}
-    flags = optimizer.decay_flags if isinstance(optimizer, nn.Adam) and optimizer.exec_weight_decay else ()
-    for parameter in [each for each, flag in zip(optimizer.parameters, flags) if flag and id(each) in tables]:
+    decayed = zip(optimizer.parameters, optimizer.decay_flags)
+    for parameter in [each for each, flag in decayed if flag and id(each) in tables]:
         warn(
             f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own step "
             f"on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0."
@@ -152,7 +155,7 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
-    """Raise on all ranks if settings differ, before one would wait forever. Warn if MindSpore adds up. Collective."""
+    """Raise on all ranks if settings differ, before one would wait forever. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
     settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
@@ -173,7 +176,6 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     }
     shapes |= {f"buffer {name}": f"{tuple(each.shape)} of {each.dtype}" for name, each in network.named_buffers()}
     check_agreement(owner, settings | shapes)
-    _warn_of_a_sum(owner, current_world(owner).size)
 
 
 def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.backend.optimizers import all_parameters
+from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
@@ -175,8 +175,8 @@ def check_shardable(optimizer: nn.Cell) -> None:
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
     sees_all = isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor))
     require(not sees_all, _HSDP, "optimizer", rule, f"{name}, which looks at whole parameters", remedy)
-    inner = [type(cell).__name__ for _, cell in optimizer.cells_and_names() if hasattr(cell, "parameters")]
-    require(len(inner) == 1, _HSDP, "optimizer", rule, f"{name}, which has {inner[-1]} inside", remedy)
+    *outer, last = optimizers_in(optimizer)
+    require(not outer, _HSDP, "optimizer", rule, f"{name}, which has {type(last).__name__} inside", remedy)
     known = {id(item) for value in _matching(optimizer) for item in value}
     rates = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, LearningRateSchedule)]
     known |= {id(item) for cell in rates for item in cell.get_parameters()}
