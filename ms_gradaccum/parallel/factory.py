@@ -14,6 +14,7 @@ from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import is_a, listed, require, warn
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.kept_state import constants_of
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
@@ -24,7 +25,7 @@ from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
-from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
+from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, strangers, tell_peers
 
@@ -51,6 +52,8 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     rule = "one without DTensors, whose operators communicate"
     remedy = "Use hsdp() in place of fully_shard() and shard_module(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
+    rule, remedy = "in another mode on CPU", "Call mindspore.reset_auto_parallel_context() before anything is built."
+    require(device_target() != "CPU" or not in_semi_auto(), owner, "network", rule, "semi-auto-parallel", remedy)
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
     if schedulers:

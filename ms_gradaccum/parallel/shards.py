@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.common.initializer import initializer
+from mindspore.common.initializer import Initializer, initializer
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindspore.nn.utils import no_init_parameters
 
@@ -130,23 +130,38 @@ class ShardedReducer(DataParallelReducer):
         """In checkpoints, replace ``shard`` by a parameter of the whole shape without memory."""
         # Loading it loads the shard. Saving, reading and copying it call `gather`, a collective.
         shape = (shard.shape[0] * self.size, *shard.shape[1:])
+
+        def gather(_: object = None) -> Tensor:
+            rows = self.run_gather(_as_flat(shard))
+            return ops.cast(rows.reshape(shape), shard.dtype)
+
+        def whole(*_: object, **__: object) -> Parameter:
+            return Parameter(gather(), shard.name, shard.requires_grad)
+
         with no_init_parameters():
-            view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
+            view = Parameter(initializer(_Gathered(gather), shape, shard.dtype), shard.name, shard.requires_grad)
 
         def set_data(data: Tensor, slice_shape: bool = False) -> Parameter:
             values = data.asnumpy()
             assign_in_place(shard, Tensor(values[_rows(values, self.size, self.index)], shard.dtype))
             return view
 
-        def gather(_: object) -> Tensor:
-            rows = self.run_gather(_as_flat(shard))
-            return ops.cast(rows.reshape(shape), shard.dtype)
-
-        view.set_data, view.init_data = set_data, lambda *_, **__: view
-        view.asnumpy = lambda: gather(None).asnumpy()
-        view.__deepcopy__ = lambda _: Parameter(gather(None), view.name, view.requires_grad)  # As callbacks do.
+        view.set_data, view.init_data, view.__deepcopy__ = set_data, whole, whole  # Callbacks copy.
+        for name in ("asnumpy", "get_bytes", "tolist"):
+            setattr(view, name, lambda name=name: getattr(gather(), name)())
         self.views[id(shard)] = view
         self.gathered.append((view, gather))
+
+
+class _Gathered(Initializer):
+    """The initial values of copies of a stand-in: those of the whole."""
+
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.gather = gather
+
+    def _initialize(self, arr: Array) -> None:
+        arr[...] = self.gather().asnumpy()
 
 
 def _rows(values: Array, size: int, index: int) -> slice:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.graph.api import _cell_graph_executor
@@ -305,8 +305,18 @@ def save_and_load():
     saved = ms.load_checkpoint(str(path))
     results["saved shapes"] = {name: list(value.shape) for name, value in saved.items()}
     results["differs without redundancy"] = without_redundancy(step, saved)
-    # EarlyStopping keeps the best parameters in such a copy.
-    for how, parameters in (("read", step.parameters_dict()), ("copied", copy.deepcopy(step.parameters_dict()))):
+    whole = step.parameters_dict()
+    path_of_dict = str(path.with_name(f"dict_{rank}.ckpt"))
+    ms.save_checkpoint(whole, path_of_dict)
+    ways = {
+        "read": whole,
+        "copied": copy.deepcopy(whole),  # EarlyStopping keeps the best parameters in such a copy.
+        "cloned": {name: each.clone() for name, each in whole.items()},
+        "listed": {name: Tensor(each.tolist(), each.dtype) for name, each in whole.items()},
+        "set": {name: Parameter(ops.zeros(each.shape, each.dtype)).set_data(each) for name, each in whole.items()},
+        "saved": ms.load_checkpoint(path_of_dict),
+    }
+    for how, parameters in ways.items():
         different = [name for name, each in parameters.items() if (each.asnumpy() != saved[name].asnumpy()).any()]
         results[f"differs where {how}"] = different
     train_batches(step, [3], rank, size)

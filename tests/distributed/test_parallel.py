@@ -217,7 +217,7 @@ def test_checkpoints_hold_whole_parameters_and_state(processes, request):
     assert [report["differs without redundancy"] for report in reports] == [[]] * len(reports)
 
 
-@pytest.mark.parametrize("how", ["read", "copied"])
+@pytest.mark.parametrize("how", ["read", "copied", "cloned", "listed", "set", "saved"])
 def test_parameters_and_state_are_whole_where_a_callback_reads_or_copies_them(how, two):
     assert [report[f"differs where {how}"] for report in two] == [[], []]
 

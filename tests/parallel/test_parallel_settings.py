@@ -7,7 +7,7 @@ import mindspore.experimental.optim as experimental
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum import HSDP, DataParallel
+from ms_gradaccum import HSDP, Accumulator, DataParallel, TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parameters_sent
 from ms_gradaccum.parallel.shards import check_shardable
 
@@ -138,3 +138,15 @@ def test_float64_parameters_cannot_be_added_up_over_processes():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         check_parameters_sent("TrainOneStepCell", parameters)
+
+
+@pytest.mark.parametrize("build", [TrainOneStepCell, Accumulator])
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_what_the_compiler_would_partition_is_refused_on_cpu(mode, build):
+    network = nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())
+    ms.set_auto_parallel_context(parallel_mode=mode)
+    try:
+        with pytest.raises(ValueError, match="must be in another mode on CPU, but got semi-auto-parallel. Call minds"):
+            build(network, nn.SGD(network.trainable_params(), 0.1))
+    finally:
+        ms.reset_auto_parallel_context()
