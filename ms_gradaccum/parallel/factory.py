@@ -52,8 +52,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     rule = "one without DTensors, whose operators communicate"
     remedy = "Use hsdp() in place of fully_shard() and shard_module(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
-    rule, remedy = "in another mode on CPU", "Call mindspore.reset_auto_parallel_context() before anything is built."
-    require(device_target() != "CPU" or not in_semi_auto(), owner, "network", rule, "semi-auto-parallel", remedy)
+    rule, remedy = "outside semi-auto-parallel mode on CPU", "Call mindspore.reset_auto_parallel_context() first."
+    is_supported = device_target() != "CPU" or not in_semi_auto()
+    require(is_supported, owner, "network", rule, "a context in that mode", remedy)
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
     if schedulers:

@@ -130,16 +130,29 @@ def check_agreement(owner: str, settings: dict[str, object]) -> None:
             )
 
 
+class FirstInput(NamedTuple):
+    """The first input of a rank."""
+
+    kind: str  # A batch or gradients; empty if there is none.
+    digest: str
+    rows: float  # 0 if the weight is not a number of rows.
+    reductions: list[str]  # The name of an operator of the network that reduces over processes, if there is one.
+
+
+NO_INPUT = FirstInput("", "", 0.0, [])
+
+
 def compare_ranks(
-    owner: str, first: list[str], rates: list[float], parameters: Iterable[Parameter], is_first: bool
+    owner: str, first: FirstInput, rates: list[float], parameters: Iterable[Parameter], is_first: bool
 ) -> bool:
     """Return whether the ranks have the same learning rates and parameters before an update. Collective.
 
-    If not, warn, or raise if nothing was trained yet. Warn also if ranks have begun with the same data: ``first`` has
-    its kind and its hash, or is empty.
+    If not, warn, or raise if nothing was trained yet. Warn also of what the ranks have begun with.
     """
     everyone = gather_values([first, rates, digest(parameters, sampled=True)])
-    _warn_of_same_data(owner, [each[0] for each in everyone])
+    firsts = [FirstInput(*each[0]) for each in everyone]
+    _warn_of_same_data(owner, firsts)
+    _warn_of_other_rows(owner, [each for each in firsts if each.reductions])
     for place, what in ((1, "learning rate"), (2, "parameters")):
         # The texts are compared because a NaN is not equal to itself.
         ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
@@ -155,18 +168,29 @@ def compare_ranks(
     return True
 
 
-def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
+def _warn_of_same_data(owner: str, firsts: Sequence[FirstInput]) -> None:
     """Warn if ranks have begun with the same batch or gradients."""
     # Name the largest group of such ranks.
-    groups = [[rank for rank, other in enumerate(firsts) if other == each] for each in firsts if each]
+    groups = [[rank for rank, other in enumerate(firsts) if other[:2] == each[:2]] for each in firsts if each.kind]
     same = max(groups, key=len, default=[])
     if len(same) > 1:
-        what = firsts[same[0]][0]
+        what = firsts[same[0]].kind
         hint = "" if what == "batch" else " Leave a DistributedGradReducer out: they are added up over the ranks here."
         warn(
             f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, "
             f"whose rows then count {len(same)} times.{hint} Give the dataset num_shards={len(firsts)} and "
             f"shard_id=get_rank(), or leave rows of the others out in another way."
+        )
+
+
+def _warn_of_other_rows(owner: str, firsts: Sequence[FirstInput]) -> None:
+    """Warn if ranks have begun with other numbers of rows in a network that reduces over them."""
+    if len({each.rows for each in firsts}) > 1:
+        warn(
+            f"For '{owner}', the ranks must have the same number of rows if the network communicates, but got "
+            f"{', '.join(f'{each.rows:g}' for each in firsts)} with {firsts[0].reductions[0]} in its code: an update "
+            f"counts each rank by its rows, so what is reduced in the forward pass counts a second time. Return this "
+            f"rank's loss, or its (sum, weight) with weighted=True, and leave it to the step to reduce them."
         )
 
 

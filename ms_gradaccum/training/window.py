@@ -12,6 +12,7 @@ from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import MAX_INT, State, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import groups_of, settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
@@ -19,7 +20,7 @@ from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import RanksDiffer, compare_ranks, digest
+from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, RanksDiffer, compare_ranks, digest
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -42,8 +43,8 @@ class Window:
     is_counted = False  # True if the current batch is another loss of a batch that is already counted.
     has_loss = True  # False if the caller gave gradients of the window without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
-    # With several ranks: the kind of this rank's first input (a batch or gradients), and its hash.
-    first: list[str] | None = None
+    # With several ranks: this rank's first input, see `FirstInput`.
+    first: FirstInput | None = None
     ended, is_alike = 0, True  # The number of ended windows; False once the ranks have differed.
     has_told = False  # True after the first warning of a skipped window with a non-finite gradient.
 
@@ -141,17 +142,18 @@ class Window:
     def note_first(self, what: str, inputs: object) -> None:
         """With several ranks, record the first batch or gradients of this rank."""
         if self.several and self.first is None:
-            tensors = Flattened(inputs).tensors
-            self.first = [what, digest(tensors)] if tensors else []
+            tensors, code = Flattened(inputs).tensors, NetworkCode(self.network.network)
+            rows = 0.0 if self.network.weighted else self.micro_steps.rows
+            self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
         if self.several and self.is_alike:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
             self.is_alike = compare_ranks(
-                self.owner, self.first or [], settable_rates(self.optimizers), shared, not self.updates_made
+                self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared, not self.updates_made
             )
-            self.first = []
+            self.first = NO_INPUT
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error that a program may catch."""

@@ -318,6 +318,27 @@ def read_the_same_data(key, number, **settings):
             step.join()
 
 
+class OverAllRows(nn.Cell):
+    """The ranks' part of the mean over all rows, for a step that takes the mean over the ranks."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network, self.all_reduce = network, ops.AllReduce()
+
+    def construct(self, x, y):
+        rows = self.all_reduce(ops.ones_like(y[:, 0]).sum())
+        return ops.square(self.network(x) - y).mean(-1).sum() * 2 / rows
+
+
+def count_all_rows(key, rows, communicates=True):
+    network = build_network()
+    loss = OverAllRows(network) if communicates else nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(loss, nn.SGD(network.trainable_params(), 0.1))
+    with noting(f"rows {key}"):
+        for _ in range(2):
+            step(*[Tensor(array[rank : rank + rows]) for array in batch(0)])
+
+
 def begin_without_a_batch():
     _, step = build_step(check_loss=True)
     with noting("data none"):
@@ -484,6 +505,9 @@ def main():
         read_the_same_data("other", rank)
         read_the_same_data("sunk", 0)
         read_the_same_data("joined", 0, accumulation_steps=3)
+        count_all_rows("other", 3 + rank)
+        count_all_rows("same", 3)
+        count_all_rows("local", 3 + rank, communicates=False)
         begin_without_a_batch()
         meet_what_is_not_finite()
         for key, parallel in (("loaded", "auto"), ("loaded, level1", HSDP(threshold=0)), ("loaded, loop", "auto")):

@@ -146,7 +146,9 @@ def test_what_the_compiler_would_partition_is_refused_on_cpu(mode, build):
     network = nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())
     ms.set_auto_parallel_context(parallel_mode=mode)
     try:
-        with pytest.raises(ValueError, match="must be in another mode on CPU, but got semi-auto-parallel. Call minds"):
+        with pytest.raises(
+            ValueError, match="must be outside semi-auto-parallel mode on CPU, but got a context in that mode. Call mi"
+        ):
             build(network, nn.SGD(network.trainable_params(), 0.1))
     finally:
         ms.reset_auto_parallel_context()
