@@ -139,7 +139,8 @@ class ForeignLossScale(FixedLossScale):
             value = float(self.chooser.scale(Tensor(1.0, ms.float32)).asnumpy())
         else:
             value = float(self.chooser.get_loss_scale())
-        self.scale.set_data(Tensor(value, ms.float32))
+        # Not by set_data(): a compiled function of the user would keep the old value.
+        ops.assign(self.scale, Tensor(value, ms.float32))
 
 
 @_primexpr

@@ -402,7 +402,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
     def flush(self) -> _Outputs:
         """Update with an unfinished window, divided by its true weight, and return as `step`; None if it is empty.
 
-        All processes must call it.
+        It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
         check_claims(_OWNER, self.windows)
         is_open = self.windows[0].reducers[0].most(self.window.batches_added)

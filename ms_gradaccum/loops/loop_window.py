@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from mindspore import nn
+
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, argument_error, warn
 from ms_gradaccum.backend.optimizers import check_claims
@@ -255,9 +257,10 @@ class LoopWindow:
             raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
         self.is_saved = self.in_batch
 
-    def step(self, trained: TrainedNetwork) -> StepOutput:
-        """End the window of one network."""
+    def step(self, trained: TrainedNetwork, clip: nn.Cell | None = None) -> StepOutput:
+        """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
         self.events.tell("on_update_begin")
+        trained.clip = trained.clip or clip
         output = trained.close()
         if output.is_updated:
             self.updates += not self.updated
@@ -270,7 +273,7 @@ class LoopWindow:
 
     def flush(self) -> tuple[StepOutput, ...]:
         self.ends, self.updated = True, False
-        outputs = tuple(self.step(trained) for trained in self.networks)
+        outputs = tuple(self.step(trained, trained.last_clip) for trained in self.networks)
         if self._awaits_batch:
             self._begin_anew()
         return outputs
@@ -306,7 +309,6 @@ class LoopWindow:
         if not self.ends:
             return
         for trained in filter(lambda trained: trained.is_open, self.networks):
-            trained.clip = trained.last_clip
-            self.step(trained)
+            self.step(trained, trained.last_clip)
         for scheduler in filter(lambda scheduler: scheduler.follows_updates, self.schedulers):
             scheduler.step()

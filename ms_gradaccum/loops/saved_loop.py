@@ -27,6 +27,7 @@ class SavedLoop(nn.Cell):
             each.count.read()  # It writes the number of batches, if the host has not yet.
         # The networks come first: MindSpore may load a parameter from the first name that ends with its own.
         cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
+        cells += [self.ema_averages] if hasattr(self, "ema_averages") else []
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self._reducers())
 

@@ -353,3 +353,21 @@ def test_model_takes_the_names_that_mindspores_has(eager):
 def test_wrong_settings_are_refused_in_a_sentence(settings, text):
     with pytest.raises((TypeError, ValueError), match=whole(text)):
         MixedPrecision(**settings)
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], indirect=True)
+def test_a_compiled_function_of_the_loop_follows_the_scale_of_a_manager(mode):
+    network = line()
+    optimizer = sgd(network)
+    manager = amp.DynamicLossScaleManager(64, 2, 1)  # doubles in each window
+    accumulator = Accumulator(network, optimizer, mixed_precision=manager, check_loss=False)
+
+    def forward(x):
+        return accumulator.scale(network(x).sum())
+
+    grad_fn = ms.jit(ms.value_and_grad(forward, None, optimizer.parameters))
+    norms = []
+    for _ in range(3):
+        _, grads = grad_fn(Tensor([[3.0]], ms.float32))
+        norms.append(number(accumulator(grads, 1.0).grad_norm))
+    assert norms == [3.0, 3.0, 3.0] and manager.get_loss_scale() == 512

@@ -314,6 +314,22 @@ def test_flush_updates_with_an_unfinished_window():
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
 
 
+@pytest.mark.parametrize("clip,clipped", [("clip_grad_norm", [0.6, 0.8]), ("clip_grad_value", [1.0, 1.0])])
+def test_flush_clips_as_the_loop_does(clip, clipped):
+    network = Weights(2)
+    accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 1.0), 2)
+    for i in range(3):  # a whole window, and one that flush() ends
+        with accumulator.accumulate():
+            accumulator.backward(THREE_FOUR)
+            getattr(accumulator, clip)(1.0)
+            accumulator.step()
+        if i == 1:
+            network.weight.set_data(ops.zeros_like(network.weight))
+    output = accumulator.flush()
+    np.testing.assert_allclose(-network.weight.asnumpy(), clipped, rtol=1e-6)
+    assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(clipped), rel=1e-6)
+
+
 def test_drop_throws_an_unfinished_window_away():
     network, accumulator = toy_loop(4)
     assert updates_of(accumulator, FOUR[:3]) == [False] * 3
