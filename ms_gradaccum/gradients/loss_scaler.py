@@ -106,13 +106,12 @@ class ForeignLossScale(FixedLossScale):
     searches = True
 
     def __init__(self, chooser: Any) -> None:
-        super().__init__(new_scale(1.0))
+        super().__init__(new_scale(_scale_of(chooser)))
         self.chooser = chooser
         # A manager of a fixed scale can require updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
         self.is_left_to_optimizer = False  # This scale changes, while that of an optimizer is fixed.
-        self._follow()
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         _refuse_in_graph(type(self.chooser).__name__)
@@ -126,7 +125,8 @@ class ForeignLossScale(FixedLossScale):
             self.chooser.adjust(Tensor(not is_bad))
         else:
             self.chooser.update_loss_scale(is_bad)
-        self._follow()
+        # Not by set_data(): a compiled function of the user would keep the old value.
+        ops.assign(self.scale, Tensor(_scale_of(self.chooser), ms.float32))
 
     def numbers(self) -> State:
         return plain_state.take(self.chooser)
@@ -134,13 +134,11 @@ class ForeignLossScale(FixedLossScale):
     def load_numbers(self, saved: object) -> None:
         plain_state.put(self.chooser, saved)  # The scale itself is a parameter and is saved as one.
 
-    def _follow(self) -> None:
-        if isinstance(self.chooser, amp.LossScaler):
-            value = float(self.chooser.scale(Tensor(1.0, ms.float32)).asnumpy())
-        else:
-            value = float(self.chooser.get_loss_scale())
-        # Not by set_data(): a compiled function of the user would keep the old value.
-        ops.assign(self.scale, Tensor(value, ms.float32))
+
+def _scale_of(chooser: Any) -> float:
+    if isinstance(chooser, amp.LossScaler):
+        return float(chooser.scale(Tensor(1.0, ms.float32)).asnumpy())
+    return float(chooser.get_loss_scale())
 
 
 @_primexpr

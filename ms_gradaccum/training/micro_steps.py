@@ -155,6 +155,11 @@ class MicroSteps:
         self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
         return batch
 
+    def look(self) -> None:
+        """Warn of a network that trains differently in micro batches."""
+        warn_of_modes(self.owner, self.network, self.settings.accumulation_steps > 1)
+        self._look_at_hooks()
+
     def _look_at_hooks(self) -> None:
         """Warn of code in the backward pass at the first batch, and where hooks have come later."""
         hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]

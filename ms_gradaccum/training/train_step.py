@@ -6,8 +6,10 @@ from typing import NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_in_graph, warn_of_open
+from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn, warn_of_open
+from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
@@ -44,6 +46,7 @@ class HostDrivenStep(Step):
         # True if a larger graph would train a loss that has not been measured.
         loss_check = self.window.micro_steps.loss_check
         self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
+        self.number = number_of(self)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
@@ -64,6 +67,12 @@ class HostDrivenStep(Step):
         if self.is_unmeasured:
             self.is_unmeasured = False
             self.window.micro_steps.measure_loss(batch)
+
+    def look_in_graph(self) -> None:
+        """Warn, as before a first batch, while a larger graph with this step is compiled."""
+        self.window.micro_steps.look()
+        if self.is_unmeasured:
+            warn(IN_LARGER_GRAPH)
 
     def join(self) -> StepOutput:
         self.window.micro_steps.join()
@@ -119,8 +128,7 @@ class HostDrivenStep(Step):
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         check_compiling(False)
-        if self.is_unmeasured:
-            warn_in_graph(IN_LARGER_GRAPH)
+        _look_in_graph(self.number)
         parts = self.network.split_in_graph(inputs)
         batch_rows = Tensor(0.0, ms.float32)
         for part in parts:
@@ -132,6 +140,13 @@ class HostDrivenStep(Step):
         steps = self.accumulation_steps
         output: tuple[Tensor, ...] = self.end(done) if steps == 1 else self.end.after_batch(done, steps)
         return output
+
+
+@_primexpr
+def _look_in_graph(number: int) -> None:
+    step = numbered(number)
+    if step is not None:
+        step.look_in_graph()
 
 
 class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):

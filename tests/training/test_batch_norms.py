@@ -2,6 +2,7 @@
 
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import batches, sgd
@@ -27,14 +28,14 @@ class Recurrent(Normalised):
         return self.norm(x)[0].square().mean()
 
 
-def warnings_of(norm, axes, micro_size=2, training=True, **settings):
-    """Return what is warned of in one window over ``norm``, and its step."""
+def warnings_of(norm, axes, micro_size=2, training=True, outer=lambda step: lambda x: step(x).loss, **settings):
+    """Return what is warned of in one window over ``norm``."""
     cell = Normalised(norm).set_train(training)
     step = TrainOneStepCell(GradAccumulation(cell, micro_size), nn.SGD(cell.trainable_params(), 0.1), **settings)
     x = Tensor(np.random.default_rng(0).normal(size=SHAPES[axes]).astype(np.float32))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loss = step(x).loss
+        loss = outer(step)(x)
     assert np.isfinite(loss.asnumpy())
     said = [str(warning.message) for warning in caught]
     # One that does not follow its mode does not miss it.
@@ -50,6 +51,20 @@ def test_each_batch_norm_of_mindspore_trains_and_is_warned_of(axes, eager):
     assert warnings_of(build(2, use_batch_statistics=False), axes) == []
     assert warnings_of(build(2), axes, training=False) == []
     assert len(warnings_of(build(2, use_batch_statistics=True), axes, training=False)) == 1
+
+
+def test_a_step_in_a_larger_graph_is_warned_of_as_one_that_python_calls(eager):
+    def in_graph(step):
+        @ms.jit
+        def loss_of(x):
+            return step(x)[0]
+
+        return loss_of
+
+    # The measurement, which a graph cannot have, would be named, too.
+    inside = {"check_loss": False, "outer": in_graph}
+    assert len(warnings_of(nn.BatchNorm1d(2), 1, **inside)) == 1
+    assert warnings_of(nn.BatchNorm1d(2), 1, training=False, **inside) == []
 
 
 @pytest.mark.parametrize("share, told", [(0.0, 0), (0.5, 1)])
