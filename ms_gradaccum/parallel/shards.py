@@ -146,7 +146,7 @@ class ShardedReducer(DataParallelReducer):
             assign_in_place(shard, Tensor(values[_rows(values, self.size, self.index)], shard.dtype))
             return view
 
-        view.set_data, view.init_data, view.__deepcopy__ = set_data, whole, whole  # Callbacks copy.
+        view.set_data, view.init_data, view.__deepcopy__ = set_data, whole, whole
         for name in ("asnumpy", "get_bytes", "tolist"):
             setattr(view, name, lambda name=name: getattr(gather(), name)())
         self.views[id(shard)] = view
@@ -154,7 +154,7 @@ class ShardedReducer(DataParallelReducer):
 
 
 class _Gathered(Initializer):
-    """The initial values of copies of a stand-in: those of the whole."""
+    """Initializer of the copies of a stand-in: they begin with the gathered values."""
 
     def __init__(self, gather: Callable[[], Tensor]) -> None:
         super().__init__()

@@ -189,8 +189,8 @@ def _warn_of_other_rows(owner: str, firsts: Sequence[FirstInput]) -> None:
         warn(
             f"For '{owner}', the ranks must have the same number of rows if the network communicates, but got "
             f"{', '.join(f'{each.rows:g}' for each in firsts)} with {firsts[0].reductions[0]} in its code: an update "
-            f"counts each rank by its rows, so what is reduced in the forward pass counts a second time. Return this "
-            f"rank's loss, or its (sum, weight) with weighted=True, and leave it to the step to reduce them."
+            f"counts each rank by its rows, which a reduction in the forward pass does not. Give all ranks as many "
+            f"rows, or return this rank's loss, or its (sum, weight) with weighted=True: the step reduces them."
         )
 
 

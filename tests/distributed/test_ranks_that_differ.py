@@ -176,8 +176,8 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
 def test_a_network_that_counts_rows_of_all_ranks_is_named_where_they_differ(two):
     sentence = (
         "For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates, but got "
-        "3, 4 with AllReduce in its code: an update counts each rank by its rows, so what is reduced in the forward "
-        "pass counts a second time."
+        "3, 4 with AllReduce in its code: an update counts each rank by its rows, which a reduction in the forward "
+        "pass does not."
     )
     for report in two:
         (said,) = report["warnings rows other"]
