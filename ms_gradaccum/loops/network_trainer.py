@@ -225,9 +225,6 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
         rule, got = "for a loop whose micro batches are run one by one", "AutoParallel on this device"
         remedy = "Use TrainOneStepCell or Model: the compiler partitions a whole step."
         raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
-    overlaps = isinstance(kind, DataParallel) and kind.overlap
-    remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
-    require(not overlaps, _OWNER, "parallel", "one without overlap", repr(kind), remedy)
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):

@@ -218,11 +218,7 @@ def layout_of(
         cut = [i for i in own if parts[i] != shapes[i]]
         sharded += [Bucket.of(bucket, dtype, own_sizes) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
-    in_float32 = all(dtype == ms.float32 for _, dtype in kept)
-    if isinstance(kind, DataParallel) and kind.overlap and in_float32 and len(kept) > 1:
-        # The gradients are sent during a backward pass, and the scalars after it, so that they can report its failure.
-        kept.append((behind, ms.float32))
-    elif kept and kept[0][1] == ms.float32:
+    if kept and kept[0][1] == ms.float32:
         kept[0] = kept[0][0] + behind, ms.float32
     else:
         kept.insert(0, (behind, ms.float32))

@@ -37,7 +37,6 @@ class Window:
 
     # True if the optimizers report other callers. `has_claims` is False once a later step has the same optimizers.
     watches_calls = has_claims = True
-    is_reduced = False  # True if the sums are already reduced over all ranks.
     # The reports of the optimizers on the full window, before the update.
     outputs: list[StepOutput] | None = None
     is_counted = False  # True if the current batch is another loss of a batch that is already counted.
@@ -103,8 +102,7 @@ class Window:
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
-        """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums."""
-        reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
+        """Add one batch, maybe the last of its window, and return the outputs of its micro steps."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
@@ -113,24 +111,21 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, reduces)
+            outputs = self.micro_steps.run(args, kwargs, is_last)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:
-            self._end_failed(error, reduces)
+            self._end_failed(error)
             raise
         finally:
             self._in_use.release()
-        self.is_reduced = reduces and self.reducers[0].overlaps
         self.note_first("batch", (args, kwargs))
         return outputs
 
-    def _end_failed(self, error: BaseException, reduces: bool) -> None:
+    def _end_failed(self, error: BaseException) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
         self.network.head(error)
-        # The other ranks may have reduced the sums already.
-        self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
-        if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
+        if self.micro_steps.has_added:
             batches = self.count.read()
             self.discard(for_all=True)
             warn_of_dropped(self.owner, batches - self.is_counted)
@@ -171,8 +166,7 @@ class Window:
             try:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
-                outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                # Compare after the sums, which some ranks may have sent with their last micro batch.
+                outputs = [end.reduce() for end in self.ends]
                 if self.ended in COMPARED_WINDOWS:
                     self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
@@ -257,7 +251,7 @@ class Window:
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
+        self.outputs, self.clip, self.has_loss = None, None, True
         if self.watch.is_on:
             self.watch.restart()
         if self.comes_reduced:

@@ -40,7 +40,6 @@ from step_probe import operators  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
     HSDP,
-    Accumulator,
     ClipByGroupNorm,
     ClipByValue,
     DataParallel,
@@ -58,7 +57,6 @@ rank, size = get_rank(), get_group_size()
 results = {}
 KINDS = {
     "data parallel": DataParallel(),
-    "data parallel, overlapping": DataParallel(overlap=True),
     "data parallel, each batch": DataParallel(sync_each_batch=True),
     "all shards": HSDP(threshold=0),
     "two shards": HSDP(2, 0),
@@ -81,10 +79,10 @@ def record(name, network, optimizer, output):
 CLIPPED_BY_VALUE = ["data parallel", "all shards", "two shards, level2"]
 COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
 # These are compiled, and the collectives in their graphs are counted.
-COMPILED = {2: ["data parallel, overlapping", "all shards"], 4: ["two shards, level2"]}
+COMPILED = {2: ["data parallel", "all shards"], 4: ["two shards, level2"]}
 # Of these the messages of a window are counted, for some micro_size.
 COUNTED = {
-    2: ["data parallel", "data parallel, overlapping", "data parallel, each batch", "all shards", "all shards, level2"],
+    2: ["data parallel", "data parallel, each batch", "all shards", "all shards, level2"],
     4: ["two shards", "two shards, level2"],
 }
 
@@ -266,7 +264,7 @@ def disagree():
 
 def run_out_of_data_early():
     """Rank 0 has three batches of two rows, the others two."""
-    for name in ("data parallel", "data parallel, overlapping", "two shards, level2"):
+    for name in ("data parallel", "two shards, level2"):
         for last_window in ("apply", "drop"):
             network = build_network()
             optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
@@ -382,22 +380,6 @@ def look_rows_up():
         results["lookup refused"] = str(error).splitlines()[0]
 
 
-def overlap():
-    kind = KINDS["data parallel, overlapping"]
-    _, step = build_step(parallel=kind, accumulation_steps=2)
-    with compiling("the report"):
-        train_batches(step, (0, 1), rank, size)
-    reports = [len(report.graphs) for (reduces, _), report in step.body.end.reports.items() if not reduces]
-    results["reports of an overlapping window"] = [len(step.body.end.reports) - len(reports), *reports]
-    network = build_network()
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    cell = nn.WithLossCell(network, nn.MSELoss())
-    try:
-        Accumulator(cell, optimizer, 2, parallel=kind)
-    except ValueError as error:
-        results["overlap refused"] = str(error)
-
-
 def warn_about_level3():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -422,7 +404,7 @@ PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, not
 PARTS += (
     []
     if size == 4
-    else [look_rows_up, overlap, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
+    else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [] if size == 4 else [train_in_the_context_of_data_parallel, train_in_pynative_mode]
 PARTS += [count_messages]

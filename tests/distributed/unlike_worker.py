@@ -39,7 +39,6 @@ rank = get_rank()
 results = {}
 KINDS = {
     "data parallel": DataParallel(),
-    "overlap": DataParallel(overlap=True),
     "each batch": DataParallel(sync_each_batch=True),
     "level1": HSDP(threshold=0),
     "level2": HSDP(-1, 0, "level2"),
@@ -498,8 +497,7 @@ def main():
             for failure in FAILURES:
                 train_on_after_an_error(kind, failure)
             for place in ((1, "before"), (1, "inside"), (2, "after")):
-                if kind != "overlap":
-                    loop_on_after_an_error(kind, place)
+                loop_on_after_an_error(kind, place)
         give_one_batch_wrong()
         read_the_same_data("same", 0)
         read_the_same_data("other", rank)
