@@ -39,7 +39,6 @@ class Window:
     watches_calls = has_claims = True
     # The reports of the optimizers on the full window, before the update.
     outputs: list[StepOutput] | None = None
-    is_counted = False  # True if the current batch is another loss of a batch that is already counted.
     has_loss = True  # False if the caller gave gradients of the window without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
     # With several ranks: this rank's first input, see `FirstInput`.
@@ -128,7 +127,7 @@ class Window:
         if self.micro_steps.has_added:
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches - self.is_counted)
+            warn_of_dropped(self.owner, batches)
         if not self.is_open:
             self.watch.restart()
         if self.goes_on(error):
