@@ -97,8 +97,6 @@ class FewJobs:
     def __call__(self, count, function, task, extra):
         if count == 1:
             return HereJob(task)
-        if task["simulated"]:
-            return Job(count, function, task, extra)
         return self._of_shared(count, task, extra)
 
     @contextmanager
