@@ -28,9 +28,6 @@ from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_o
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 from ms_gradaccum.training.window_watch import WATCHED_WINDOWS, WindowWatch
 
-# The windows in which the ranks compare what they train.
-COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-
 
 class Window:
     """The window of one network, from its micro batches to the update. If a part fails, all of it is discarded."""
@@ -43,7 +40,7 @@ class Window:
     clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
     # With several ranks: this rank's first input, see `FirstInput`.
     first: FirstInput | None = None
-    ended, is_alike = 0, True  # The number of ended windows; False once the ranks have differed.
+    ended = 0  # The number of ended windows.
     has_told = False  # True after the first warning of a skipped window with a non-finite gradient.
 
     def __init__(
@@ -66,7 +63,6 @@ class Window:
         watched = None if self.comes_reduced else network
         self.watch = WindowWatch(settings.owner, watched, self.optimizers, self.count)
         self._in_use = threading.Lock()
-        self.updates_made = 0
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
@@ -142,11 +138,9 @@ class Window:
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
-        if self.several and self.is_alike:
+        if self.several:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            self.is_alike = compare_ranks(
-                self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared, not self.updates_made
-            )
+            compare_ranks(self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared)
             self.first = NO_INPUT
 
     def goes_on(self, error: BaseException) -> bool:
@@ -166,7 +160,7 @@ class Window:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce() for end in self.ends]
-                if self.ended in COMPARED_WINDOWS:
+                if self.ended.bit_count() == 1:  # In windows 1, 2, 4, 8 and so on.
                     self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:
@@ -187,7 +181,6 @@ class Window:
                     reducer.buffer.clear()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
-            self.updates_made += updated
             if self.loss_scale.searches:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # Another optimizer may have an overflow.
