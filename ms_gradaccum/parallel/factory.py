@@ -26,7 +26,8 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
-_OF_CELLS = frozenset(vars(nn.Cell()))  # The attributes of every cell.
+# Attributes of every cell, and what a weight decay implies.
+_SKIPPED = frozenset((*vars(nn.Cell()), "exec_weight_decay"))
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
@@ -167,16 +168,16 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     check_agreement(owner, settings | shapes)
 
 
-def _numbers_of(optimizer: nn.Cell) -> dict[str, float]:
+def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
     """Return the numbers among the attributes of an optimizer: with HSDP, no parameter would show other ones."""
-    found: dict[str, float] = {}
+    found: dict[str, object] = {}
     for name, value in vars(optimizer).items():
         # An optimizer may store its rank.
-        if name.startswith("_") or name in _OF_CELLS or "rank" in name:
+        if name.startswith("_") or name in _SKIPPED or "rank" in name:
             continue
         if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.ndim == 0:
-            value = value.asnumpy().item()
-        if isinstance(value, (bool, int, float)):
+            found[name] = str(value.asnumpy())  # A float32 has other digits as a double.
+        elif isinstance(value, (bool, int, float)):
             found[name] = value
     return found
 

@@ -18,6 +18,7 @@ from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
 sys.path.insert(0, str(Path(__file__).parent))
+from described_messages import bytes_of_sums, described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
@@ -46,7 +47,6 @@ from ms_gradaccum import (  # noqa: E402
     GradAccumulation,
     MixedPrecision,
     Model,
-    TrainingPlan,
     TrainOneStepCell,
 )
 from ms_gradaccum.gradients.clipping import check_clip  # noqa: E402
@@ -112,7 +112,7 @@ def train_and_look_at_the_graphs(name, kind):
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[size][-1])
     with mock.patch.object(_cell_graph_executor, "compile", note):
         record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size, ONE_SHAPE))
-    traffic = step.body.reducer.layout.messages()
+    traffic = described(step.body.reducer.layout)
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),
         "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
@@ -173,36 +173,25 @@ def count_messages():
 
 
 def messages_of(kind, micro_size, clip=None):
-    """Return the messages and sums of a window of one batch, those of the plan, and those that the step reports."""
+    """Return the messages and sums of a window of one batch, and those that its layout stands for."""
     network = build_network()
     parameters = network.trainable_params()
     settings = {"parallel": kind, "clip": clip}
-    plan = TrainingPlan(
-        dataset_size=16 * size,
-        batch_size=16,
-        epochs=1,
-        ranks=size,
-        micro_size=micro_size,
-        parameters=parameters,
-        **settings,
-    )
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
     kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = step.body.reducer.layout.messages(check_clip("test", clip).norm_passes)
+    traffic = described(step.body.reducer.layout, check_clip("test", clip).norm_passes)
     return {
         "sent": sent,
-        "planned": plan.window_messages,
         "described": traffic.of_window(1, micro_size),
         "kept": sum(kept.values()),
-        "planned to keep": plan.buffer_bytes,
-        "kept by description": step.body.reducer.layout.sum_bytes,
+        "kept by description": bytes_of_sums(step.body.reducer.layout),
     }
 
 
 def unforeseen_messages_of(kind):
-    """Return the messages of a window of four micro batches and those that the step reports, which no plan knows."""
+    """Return the messages of a window of four micro batches and those that its layout stands for."""
     network = build_network()
     settings = {
         "parallel": kind,
@@ -215,9 +204,9 @@ def unforeseen_messages_of(kind):
     sums = [*step.body.buffer.sums, *step.body.reducer.sums]
     return {
         "sent": sent,
-        "described": step.body.reducer.layout.messages().of_window(1, 4),
+        "described": described(step.body.reducer.layout).of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
-        "kept by description": step.body.reducer.layout.sum_bytes,
+        "kept by description": bytes_of_sums(step.body.reducer.layout),
     }
 
 
@@ -361,9 +350,10 @@ def notice_different_weights():
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
     step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
     inputs = [Tensor(array) for array in share(batch(0), rank, size)]
-    step(*inputs)
+    step(*inputs), step(*inputs)
     if rank:
         network[0].bias.set_data(network[0].bias + 1e-6)
+    # In window 3, in which the ranks compare nothing else.
     try:
         step(*inputs)
     except RuntimeError as error:

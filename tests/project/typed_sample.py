@@ -182,11 +182,9 @@ def before_a_training() -> TrainingPlan:
         batch_size=2,
         epochs=1,
         accumulation_steps=4,
-        parameters=loss_cell.trainable_params(),
     )
     assert_type(plan.updates, int)
     assert_type(plan.update_rows, list[int])
-    assert_type(plan.buffer_bytes, int | None)
     report = verify(loss_cell, batch, 4)
     assert_type(report, VerifyReport)
     assert_type(report.parameters, tuple[ParameterDifference, ...])

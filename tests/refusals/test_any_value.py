@@ -115,10 +115,6 @@ PLAN = {
     "micro_size": COUNTS,
     "accumulation_steps": COUNTS,
     "last_window": WINDOWS,
-    "clip": CLIPS,
-    "parallel": KINDS,
-    "parameters": st.builds(lambda: line().trainable_params()),
-    "device_target": st.sampled_from([None, "CPU", "GPU"]),
 }
 CALLS = [
     Call(
