@@ -26,8 +26,8 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
-# Attributes of every cell, and what a weight decay implies.
-_SKIPPED = frozenset((*vars(nn.Cell()), "exec_weight_decay"))
+# Attributes of every cell, those that this package sets, and what a weight decay implies.
+_SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
