@@ -14,10 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from ms_gradaccum.backend.kernels import LIBRARY
 from packaging.requirements import Requirement
 from test_links import links_of
-
-from ms_gradaccum.backend.kernels import LIBRARY
 
 ROOT = Path(__file__).parents[2]
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M).group(1)
