@@ -106,7 +106,7 @@ class StateCheckpoint(Settled, Callback):
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
         folder, is_first = self.directory, current_world(_OWNER).rank == 0
         # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
-        if exchange(lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
+        if exchange("looks for a state", lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
             load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -127,7 +127,7 @@ class StateCheckpoint(Settled, Callback):
         asks = ends_window and (self.save_at_sigterm or self.seconds is not None)
         if current_world(_OWNER).size > 1 and not asks:
             return False, False
-        answers = gather_counts(2 * self._is_told_to_end + late)
+        answers = gather_counts("ends a step with a StateCheckpoint", 2 * self._is_told_to_end + late)
         return max(answers) > 1, answers[0] % 2 == 1
 
     def _save(self, step: int) -> bool:

@@ -104,6 +104,8 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         ):
             require(holds, _OWNER, "callback", rule, got, remedy)
         window.network.init_parameters_data()
+        self._window = window
+        window.reshard()
         self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
         self.count = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
@@ -128,6 +130,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         if not self.weights:
             raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
         self.check_weights(_OWNER)
+        self._window.reshard()
         if self.updates == 0:
             _assign(self.values, self.weights)
 
@@ -157,6 +160,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
             _assign(self.weights, self.values)
             yield
         finally:
+            self._window.reshard()
             _assign(self.weights, self.kept)
             self.kept = ()
 

@@ -286,7 +286,8 @@ class Model(Settled, ms.Model):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         if self._train_network.windows[0].several:
             agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
-            check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
+            agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}
+            check_agreement(_OWNER, agreed, "begins to train a Model")
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]

@@ -19,6 +19,7 @@ from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 BUCKET_SIZE = 4 * 1024 * 1024
 
 _FLOAT = 4  # Bytes of a float32 number.
+_COUNT = 16  # Bytes of a count that the host sends, with what it counts.
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -174,7 +175,7 @@ class Layout:
         squares = norm_passes * self.world.all_reduce(len(self.shapes))
         if self.shares:
             has_shards = any(share * self.world.size > 1 for share in self.shares)
-            return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
+            return Traffic(per_batch=self.world.all_gather(_COUNT), per_update=reduced + has_shards * squares)
         if self.group.size == 1:
             return Traffic(per_update=reduced)
         scattered = _NONE
@@ -182,7 +183,7 @@ class Layout:
             scattered += self.group.reduce_scatter(each.nbytes) + self.replicas.all_reduce(each.elements, each.itemsize)
         later = sum((self.group.all_gather(_FLOAT * each.elements) for each in self.sharded), squares)
         if self.every_batch:
-            return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
+            return Traffic(scattered, self.world.all_gather(_COUNT), reduced + later)
         return Traffic(per_update=reduced + scattered + later)
 
 

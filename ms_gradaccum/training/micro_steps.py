@@ -17,7 +17,7 @@ from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
-from ms_gradaccum.parallel.reduced import check_hooks_run
+from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
@@ -166,6 +166,7 @@ class MicroSteps:
         found = len(hooks) + sum(map(has_backward_hook, self.cells))
         if found > self.hooks:
             self.hooks = found
+            check_not_late(self.owner, self.network)
             warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
             if self.waits_for_others:
                 warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)

@@ -154,7 +154,7 @@ def count_messages():
     # The first update also compares the weights.
     train(network, accumulator, 3, 1)
     del sizes[:]
-    with mock.patch.object(reduced, "gather_counts", lambda count: counts.append(count) or gather(count)):
+    with mock.patch.object(reduced, "gather_counts", lambda doing, count: counts.append(count) or gather(doing, count)):
         train(network, accumulator, 3, 1, first=3)
     planned = reducer.layout.messages().of_window(3, 3)
     results["messages"] = [sizes, counts, [[each.operator, each.nbytes] for each in planned]]

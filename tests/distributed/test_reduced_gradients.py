@@ -138,7 +138,7 @@ def test_the_ranks_send_scalars_alone(ranks):
     sizes, counts, planned = ranks[0]["messages"]
     # Loss and weight, the squares of six gradients; and before each batch the number of its micro batches.
     assert sizes == [2, 6] and counts == [1, 1, 1]
-    assert planned == [["AllGather", 4]] * 3 + [["AllReduce", 8], ["AllReduce", 24]]
+    assert planned == [["AllGather", 16]] * 3 + [["AllReduce", 8], ["AllReduce", 24]]
 
 
 @each_of(RESUMED)

@@ -152,7 +152,7 @@ def send_every_bit():
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
-    results["counts"] = world.gather_counts(2**24 + 1 + rank)
+    results["counts"] = world.gather_counts("counts", 2**24 + 1 + rank)
 
 
 class Drawn(nn.Cell):

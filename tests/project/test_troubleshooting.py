@@ -431,7 +431,7 @@ def no_init(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks must agree about")
 def other_settings_on_another_rank(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, {"micro_size": 2}])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, {"micro_size": 2}])
     world.check_agreement("TrainOneStepCell", {"micro_size": 4})
 
 
@@ -473,7 +473,7 @@ def experts_of_one_rank(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks must have the same weights after an update")
 def parameters_that_became_different(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, "another"])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, "another"])
     world.check_equal([])
 
 
@@ -486,13 +486,13 @@ def the_same_rows_on_two_ranks(monkeypatch, _):
 @says("For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates")
 def other_rows_in_a_network_that_communicates(monkeypatch, _):
     firsts = [world.FirstInput("batch", f"{rows}", rows, ["AllReduce"]) for rows in (3, 4)]
-    monkeypatch.setattr(world, "gather_values", lambda value: [[first, *value[1:]] for first in firsts])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [[first, *value[1:]] for first in firsts])
     world.compare_ranks("TrainOneStepCell", firsts[0], [], [], False)
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
 def parameters_that_one_rank_has_loaded(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, [*value[:2], "another"]])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, [*value[:2], "another"]])
     world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [], True)
 
 
@@ -505,7 +505,7 @@ def a_message_without_an_answer(monkeypatch, _):
 
 @says("For 'Model', the ranks must stop after the same epoch")
 def a_rank_that_stops_alone(monkeypatch, _):
-    monkeypatch.setattr(epoch, "gather_counts", lambda count: [0, 1])
+    monkeypatch.setattr(epoch, "gather_counts", lambda doing, count: [0, 1])
     epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 

@@ -177,7 +177,7 @@ def test_sums_that_ranks_share_take_their_part_of_the_memory(kind, whole_sums, p
 
 
 # A square per tensor, the number of micro batches, and the second tensor with the loss and the weight.
-NORM, COUNT, KEPT = ("AllReduce", 4, 2 * 4), ("AllGather", 4, 4), ("AllReduce", 4, 4 * (3 + 2))
+NORM, COUNT, KEPT = ("AllReduce", 4, 2 * 4), ("AllGather", 4, 16), ("AllReduce", 4, 4 * (3 + 2))
 
 
 def by_parts(elements, ranks=4, itemsize=4):
