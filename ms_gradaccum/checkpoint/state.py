@@ -122,6 +122,7 @@ def save_state(
 def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
     """Write a state on all ranks or on none, and return its name."""
     world = current_world(_SAVE)
+    claim_folder(_SAVES, directory)
     try:
         partial, own_names = _begin(contents, directory, world)
         written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
@@ -135,11 +136,25 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
             files.remove_partial(directory)
         if not isinstance(error, OSError):
             raise
-        text = (
-            f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
-            f"it are whole. Make room, or give a folder that all processes can write to"
-        )
-        raise OSError(error.errno or errno.EIO, text) from error
+        raise unwritable(directory, error) from error
+
+
+def unwritable(directory: Path, error: OSError) -> OSError:
+    """Return the error for a folder in which no state can be written."""
+    text = (
+        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
+        f"it are whole. Make room, or give a folder that all processes can write to"
+    )
+    return OSError(error.errno or errno.EIO, text)
+
+
+def claim_folder(doing: str, directory: Path) -> None:
+    """Let no other job save into a folder. Collective."""
+    is_first = current_world(_SAVE).rank == 0
+    try:
+        exchange(doing, lambda: files.claim(directory) if is_first else None)
+    except OSError as error:
+        raise unwritable(directory, error) from error
 
 
 def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[str]]:

@@ -115,6 +115,9 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.start()
         step.ema_averages = self
 
+    def agreed(self) -> str:
+        return f"EMA({self.decay}, warmup_updates={self.warmup_updates:g})"
+
     def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
         """Count update t, and move the averages by `least + growth * exp(-rate * t)` of the way to the weights."""
         count = ops.assign_add(self.count, Tensor(1, ms.int32))

@@ -166,23 +166,28 @@ NO_INPUT = FirstInput("", "", 0.0, [])
 
 
 def compare_ranks(
-    owner: str, first: FirstInput, rates: list[float], parameters: Iterable[Parameter], is_first: bool
+    owner: str,
+    first: FirstInput,
+    callbacks: list[str],
+    rates: list[float],
+    parameters: Iterable[Parameter],
+    is_first: bool,
 ) -> bool:
-    """Return whether the ranks have the same learning rates and parameters before an update. Collective.
+    """Return whether the ranks have the same callbacks, learning rates and parameters before an update. Collective.
 
     If not, warn, or raise if nothing was trained yet. Warn also of what the ranks have begun with.
     """
-    everyone = gather_values("ends a window", [first, rates, digest(parameters, sampled=True)])
+    everyone = gather_values("ends a window", [first, callbacks, rates, digest(parameters, sampled=True)])
     firsts = [FirstInput(*each[0]) for each in everyone]
     _warn_of_same_data(owner, firsts)
     _warn_of_other_rows(owner, [each for each in firsts if each.reductions])
-    for place, what in ((1, "learning rate"), (2, "parameters")):
+    for place, what in ((1, "averages (EMA)"), (2, "learning rate"), (3, "parameters")):
         # The texts are compared because a NaN is not equal to itself.
         ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
         if ranks:
             text = (
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
-                f"0. Load a checkpoint, step a scheduler and change parameters on all ranks or on none."
+                f"0. Load a checkpoint, add an EMA, step a scheduler and change parameters on all ranks or on none."
             )
             if is_first:
                 raise RanksDiffer(text)

@@ -152,7 +152,12 @@ class Window:
         if self.several and self.is_alike:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
             self.is_alike = compare_ranks(
-                self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared, not self.updates_made
+                self.owner,
+                self.first or NO_INPUT,
+                sorted(self.micro_steps.events.attached),
+                settable_rates(self.optimizers),
+                shared,
+                not self.updates_made,
             )
             self.first = NO_INPUT
 

@@ -121,7 +121,7 @@ def test_the_text_of_a_plan():
             "updates        18: 6 per epoch, of 160 rows",
             "left over      an epoch has 2 batches more than whole windows: dropped; 6 batches in no update",
             "gradient sums  825384 bytes on each rank",
-            "messages       28 collectives and 24.5 MiB per window: 2 (2.3 MiB) per micro batch, 1 (4 bytes) per "
+            "messages       28 collectives and 24.5 MiB per window: 2 (2.3 MiB) per micro batch, 1 (16 bytes) per "
             "batch, 3 (1.6 MiB) per update",
         ]
     )
@@ -239,7 +239,7 @@ def test_a_window_costs_what_its_batches_and_micro_batches_do():
     for micro_size, micro_batches in ((1, 3), (4, 12), (100, 24)):  # 8 rows cannot make more than 8
         got = costs(DataParallel(sync_each_batch=True), (8, 4), accumulation_steps=3, micro_size=micro_size)
         assert got.micro_batches_per_update == micro_batches
-        messages = [*micro_batches * [128], *3 * [4], *[8, 4, 32]]
+        messages = [*micro_batches * [128], *3 * [16], *[8, 4, 32]]
         assert sorted(message.nbytes for message in got.window_messages) == sorted(messages)
 
 
