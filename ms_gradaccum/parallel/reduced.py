@@ -23,7 +23,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
@@ -80,7 +80,7 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
 def check_not_late(owner: str, network: nn.Cell) -> None:
     """Raise if a network reduces its gradients although its training step was built for one that does not."""
     if schedulers_of(network):
-        raise RuntimeError(
+        raise RanksDiffer(
             f"For '{owner}', hsdp() must come before the optimizer and the training step, but got it afterwards. Call "
             f"hsdp() first: the step would add up the gradients once more."
         )

@@ -4,6 +4,7 @@ import functools
 import logging
 import operator
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 from mindspore import nn
 
@@ -89,7 +90,7 @@ class MicroSteps:
         elif eager or not self.has_begun:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
-        split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        split = self._split(inputs, eager)
         self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
@@ -139,6 +140,16 @@ class MicroSteps:
         if self.rounds:
             self.join(self.rounds)
         return outputs
+
+    def _split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
+        try:
+            return self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        except Exception:
+            if self.comes_reduced:
+                # The other ranks compare their numbers of micro batches, and raise for this 0.
+                with suppress(ValueError, RuntimeError):
+                    self.reducers[0].max_micro_batches(0)
+            raise
 
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
         """Split one of the first batches, and warn of doubtful inputs and of a network that trains differently."""
