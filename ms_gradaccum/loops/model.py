@@ -286,11 +286,7 @@ class Model(Settled, ms.Model):
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         if self._train_network.windows[0].several:
-            agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
-            shared = [each for each in callbacks if isinstance(each, (ResumingCallback, StatefulCallback))]
-            agreed |= {"callbacks": [each.agreed() for each in shared]}
-            agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}
-            check_agreement(_OWNER, agreed, "begins to train a Model")
+            self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
@@ -322,6 +318,14 @@ class Model(Settled, ms.Model):
             raise
         finally:
             self._steps = None
+
+    def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
+        """Raise on all ranks if they are told different things. Collective."""
+        shared = [each for each in callbacks if isinstance(each, (ResumingCallback, StatefulCallback))]
+        agreed = {name: settings.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
+        agreed |= {"callbacks": [each.agreed() for each in shared]}
+        agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}
+        check_agreement(_OWNER, agreed, "begins to train a Model")
 
     @property
     def can_save(self) -> bool:

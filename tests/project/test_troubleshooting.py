@@ -27,6 +27,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
+from ms_gradaccum.checkpoint import files
 from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
@@ -591,6 +592,21 @@ def a_file_that_was_cut(_, tmp_path):
 def a_folder_that_is_a_file(_, tmp_path):
     (tmp_path / "file").write_text("")
     save_state(step_of(loss_cell()), tmp_path / "file" / "states")
+
+
+@says("For 'save_state', a folder must be that of one training")
+def a_folder_of_another_job(monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "_lock", lambda file: False)
+    monkeypatch.setattr(files, "LINGERS", 0.0)
+    save_state(step_of(loss_cell()), tmp_path)
+
+
+@says("For 'TrainOneStepCell', hsdp() must come before the optimizer and the training step")
+def a_network_that_reduces_its_gradients_later(*_):
+    cell = loss_cell()
+    step = step_of(cell)
+    cell.hsdp_scheduler = object()
+    step(*LINES)
 
 
 @says("For 'save_state', the data is shuffled on each process for itself and without a seed")
