@@ -20,6 +20,7 @@ def test_the_scale_of_a_network_in_one_process_is_undone():
         requires_acc_grad=False,
         set_requires_grad_sync=lambda is_synced: None,
         zero_grads=lambda: None,
+        hsdp_state=SimpleNamespace(shard=lambda: None),
     )
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.02), 2)
     for each in FOUR[:2]:
@@ -34,4 +35,4 @@ def test_a_plan_counts_scalars_alone():
     sizes = {"dataset_size": 8, "batch_size": 1, "epochs": 1, "ranks": 4}
     plan = TrainingPlan(**sizes, parameters=line().trainable_params(), parallel=Reduced())
     # The number of micro batches of each batch; loss and weight.
-    assert [message.nbytes for message in plan.window_messages] == [4, 8]
+    assert [message.nbytes for message in plan.window_messages] == [16, 8]
