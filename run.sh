@@ -8,7 +8,7 @@ usage() {
 ./run.sh           train the sample (the same as ./run.sh sample)
 ./run.sh sample NAME
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
-                   mixed_precision, contrastive, sharded_llama
+                   mixed_precision, contrastive
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh quick     the tests that tests/quick.txt lists, in 3 to 4 minutes on one core; more arguments go to pytest.
                    With PYTHON=python3.12 or MINDSPORE=2.7.2 or both: in an environment of its own, with these

@@ -92,8 +92,8 @@ class ShardedReducer(DataParallelReducer):
         # Computing shapes in a graph would dominate the compile time.
         return map_tensors(_shaped, pick((*parts, *grads), self.places), tuple(self.buffer.sums))
 
-    def reduce(self, added: Done = ()) -> Done:
-        done = self.reduce_kept(added)
+    def reduce(self) -> Done:
+        done = self.reduce_kept()
         if self.every_batch:
             return done
         last, weight = done, ops.depend(self.buffer.weight + 0.0, done)

@@ -45,8 +45,8 @@ class WindowEnd(nn.Cell):
         self.eager = False  # True if the optimizer runs op by op in the current window.
         self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
-        # The keys are flags: the ranks reduce the sums in it, and it contains the learning rate, which is user code.
-        self.reports: dict[tuple[bool, bool], Compiled] = {}
+        # The keys are flags: the graph contains the learning rate, which is user code.
+        self.reports: dict[bool, Compiled] = {}
         # The keys are the kind of the caller's clip (None: the window's own), and a flag for an `EagerUpdate`.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
         # True if, op by op, the report needs no graph, which would take 7 MB.
@@ -59,9 +59,9 @@ class WindowEnd(nn.Cell):
         # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
         self.is_bad = Tensor(False)
 
-    def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Run the first half in a graph. Return True for a loss scale that was too large, and a StepOutput's items."""
-        reduced = ops.depend(self.reducer.reduce(), done) if reduces else done
+        reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
         return self.report_items(norm, rate, (reduced, done))
@@ -108,7 +108,7 @@ class WindowEnd(nn.Cell):
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        report = self.report(True, True, done)
+        report = self.report(True, done)
         bad, loss, overflow, scale, updated, norm, _, rate, weight = report[:9]
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
@@ -129,8 +129,8 @@ class WindowEnd(nn.Cell):
         compiled = [each.graph if isinstance(each, EagerUpdate) else each for each in self.updates.values()]
         return [self, self.update, self.compiled_partial_report, *self.reports.values(), *filter(None, compiled)]
 
-    def reduce(self, is_reduced: bool = False) -> StepOutput:
-        """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""
+    def reduce(self) -> StepOutput:
+        """Run the first half from the host."""
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
         if count != known:
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
@@ -142,10 +142,10 @@ class WindowEnd(nn.Cell):
                 norm = ops.sqrt(at_once("sum_of_squares", *self.reducer.sums).reshape(()))
                 self.is_bad, *items = self.report_items(norm, self.learning_rate.before_update(), ())
             return StepOutput(*items)
-        key = not is_reduced, not self.eager
-        if key not in self.reports:
-            self.reports[key] = Compiled(lambda: Method(self, "report", *key), self.owner, "the report")
-        self.is_bad, *items = self.reports[key](NOTHING)
+        has_rate = not self.eager
+        if has_rate not in self.reports:
+            self.reports[has_rate] = Compiled(lambda: Method(self, "report", has_rate), self.owner, "the report")
+        self.is_bad, *items = self.reports[has_rate](NOTHING)
         if self.eager:
             items[6] = self.learning_rate.before_update()
         return StepOutput(*items)
