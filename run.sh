@@ -75,7 +75,7 @@ prepare() {
     if [[ $name == pinned || $name == test ]]; then groups+=(--group "$name"); else extras+=,$name; fi
   done
   make_venv "$venv"
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc | cksum)
+  wanted=$(cat pyproject.toml setup.py | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     local install=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet)
@@ -115,7 +115,7 @@ prepare_peers() {
 prepare_clients() {
   local wanted stamp=.venv-clients/installed
   make_venv .venv-clients
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc clients/*.txt | cksum)
+  wanted=$(cat pyproject.toml setup.py clients/*.txt | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import Settled, Uncopied, check_choice, check_type, refuse_unknown, require, typed
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue

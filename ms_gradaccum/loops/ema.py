@@ -9,8 +9,8 @@ from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_number, check_positive_float, require
+from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
 from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told

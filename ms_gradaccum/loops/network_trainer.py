@@ -12,9 +12,9 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
+from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.kept_state import as_array
-from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -68,7 +68,6 @@ class TrainedNetwork(Window):
         self.mistakes: Counter[str] = Counter()
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
-        self.at_once = self.add_grads_cell.fits_kernels()
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
     def begin_batch(self, is_last: bool) -> None:
@@ -115,13 +114,8 @@ class TrainedNetwork(Window):
             self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        if self.at_once and runs_eagerly(self.settings.compiles) and fits_kernels(*(grad.dtype for grad in added)):
-            if factor:  # A mean over nothing is 0 / 0.
-                numbers = [Tensor(each, ms.float32) for each in (factor, number, weight / factor)]
-                self.add_grads_cell.add_at_once(*numbers, *added)
-        else:
-            numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
-            self.run_add_grads(*numbers, *added)
+        numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
+        self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size
 
-from ms_gradaccum.backend.kernels import ONE, fits_kernels
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
@@ -38,11 +38,6 @@ class GradientReducer(nn.Cell):
     def gathers(self) -> dict[str, Callable[[object], Tensor]]:
         """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
         return {view.name: gather for view, gather in self.gathered}
-
-    def fits_kernels(self) -> bool:
-        """Return whether one kernel processes all sums, so that they need no graph op by op."""
-        alone = not (self.several or self.comes_reduced)
-        return alone and fits_kernels(*(each.dtype for each in (*self.buffer.all_totals(), *self.parameters)))
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""

@@ -12,11 +12,11 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
+from ms_gradaccum.backend.arithmetic import ONE, scale_wide
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, forget_passes, op_by_op
-from ms_gradaccum.backend.device import with_condition
-from ms_gradaccum.backend.kernels import ONE, at_once, fits_kernels, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
+from ms_gradaccum.backend.thread_pool import in_thread_pool
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
@@ -112,21 +112,6 @@ class AddMicroBatch(nn.Cell):
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 
-    def fits_kernels(self) -> bool:
-        """Return whether `add_at_once` can replace the graph."""
-        plain = not (self.drops or self.others or self.scales_first or self.divides)
-        return plain and all(reducer.fits_kernels() for reducer in self.reducers)
-
-    def add_at_once(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> None:
-        """Do the same op by op, with one operator."""
-        totals: list[Tensor] = []
-        parts: list[Tensor] = []
-        for (begin, end), reducer in zip(self.bounds, self.reducers):
-            totals += [*reducer.buffer.totals(), *reducer.sums]
-            parts += [value, weight, *grads[begin:end]]
-        with op_by_op():
-            at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
-
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from the factor of the backward start."""
         if self.counts_rows:
@@ -205,7 +190,7 @@ class StepParts(NamedTuple):
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
-    in_thread_pool = False  # True if MindSpore's thread pool runs it, see device.py.
+    is_pooled = False  # True if MindSpore's thread pool runs it.
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(auto_prefix=False)
@@ -221,13 +206,13 @@ class MicroStep(nn.Cell):
         # A constant factor of 1 is free.
         factor = factor if self.scales else ONE
         outputs = self.adding.added(loss_sum, weight, factor, grads, outputs[3:])
-        if self.in_thread_pool:
-            outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
+        if self.is_pooled:
+            outputs = (outputs[0], outputs[1], in_thread_pool(outputs[2])) + outputs[3:]
         return outputs
 
 
 class EagerMicroStep:
-    """Micro step op by op: the user's code runs in Python, hooks included. A graph or a kernel adds the gradients."""
+    """Micro step op by op: the user's code runs in Python, hooks included. A graph adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
@@ -239,8 +224,6 @@ class EagerMicroStep:
         self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        # A graph would need 5 to 10 MB more.
-        self.at_once = not self.micro_loss.half and adding.fits_kernels()
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
@@ -258,15 +241,8 @@ class EagerMicroStep:
         values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
         try:
-            # A user's hook may return a gradient of another dtype.
-            if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
-                self.adding.has_run = True
-                self.adding.cell.add_at_once(factor, *values, *grads)
-                outputs: tuple[Tensor, ...] = (NOTHING,)
-            else:
-                outputs = self.adding(factor, *values, *(grads if self.adds_grads else ()))
-            # All micro batches of a batch have the same factor, which does not change their mean.
-            return (*values[:2], NOTHING) if self.at_once or self.gives_mean else outputs
+            outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
+            return (*values[:2], NOTHING) if self.gives_mean else outputs
         finally:
             self.has_run = self.adding.has_run
 

@@ -10,8 +10,9 @@ from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
-from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
+from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
@@ -68,8 +69,6 @@ class MicroSteps:
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks may have more micro batches in a batch.
         self.waits_for_others = several or self.comes_reduced
-        # No thread pool for several ranks: they share cores, and their messages must keep one order.
-        self.may_use_thread_pool = not several
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
         self.cells = [cell for _, cell in network.cells_and_names()]
         self.jit_parts = JitParts(self.cells, network.get_parameters())
@@ -218,14 +217,15 @@ class MicroSteps:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
-        pooled = False
-        if self.may_use_thread_pool:
-            rows, tensors = micro_batches[0]
-            positions = pixels(tensors) if has_convolutions(self.network) else rows
-            pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
+        # Several ranks share the cores, and their messages must keep one order.
+        is_pooled = not self.reducers[0].several and thread_pool_is_faster(
+            self.network, self.parameters, *micro_batches[0], self.cell.jit_config_dict
+        )
 
         def build() -> MicroStep:
-            return self._build(self.network.loss_of(structure), pooled)
+            cell = self._build(self.network.loss_of(structure))
+            cell.is_pooled = is_pooled
+            return cell
 
         compiled = Compiled(build, self.owner, "the network", self.network.network)
         self.by_structure[structure] = compiled
@@ -236,9 +236,8 @@ class MicroSteps:
             )
         return compiled
 
-    def _build(self, loss: WeightedLoss, pooled: bool = False) -> MicroStep:
+    def _build(self, loss: WeightedLoss) -> MicroStep:
         cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False))
-        cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             like_mode(cell, self.cell)
         return cell

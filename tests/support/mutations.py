@@ -177,10 +177,10 @@ MUTATIONS = (
         ("training/test_train_step_failures.py", "refusals/test_call_orders.py"),
     ),
     Mutation(
-        "the kernel adds a gradient without its factor",
-        "backend/kernels.py",
-        "_map_backwards(ops.partial(_scaled_add_in_place, factor), totals, parts)",
-        "_map_backwards(ops.partial(_scaled_add_in_place, ONE), totals, parts)",
+        "a gradient is added without its factor",
+        "backend/arithmetic.py",
+        "ops.assign_add(total, as_dtype(part, total.dtype) * factor)",
+        "ops.assign_add(total, as_dtype(part, total.dtype))",
         WHOLE_BATCH,
     ),
     Mutation(
