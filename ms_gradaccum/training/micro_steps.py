@@ -4,6 +4,7 @@ import functools
 import logging
 import operator
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 from mindspore import nn
 
@@ -18,7 +19,7 @@ from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
-from ms_gradaccum.parallel.reduced import check_hooks_run
+from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
@@ -89,7 +90,7 @@ class MicroSteps:
         elif eager or not self.has_begun:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
-        split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        split = self._split(inputs, eager)
         self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
@@ -140,6 +141,16 @@ class MicroSteps:
             self.join(self.rounds)
         return outputs
 
+    def _split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
+        try:
+            return self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        except Exception:
+            if self.comes_reduced:
+                # The other ranks compare their numbers of micro batches, and raise for this 0.
+                with suppress(ValueError, RuntimeError):
+                    self.reducers[0].max_micro_batches(0)
+            raise
+
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
         """Split one of the first batches, and warn of doubtful inputs and of a network that trains differently."""
         is_first, self.has_begun = not self.has_begun, True
@@ -166,6 +177,7 @@ class MicroSteps:
         found = len(hooks) + sum(map(has_backward_hook, self.cells))
         if found > self.hooks:
             self.hooks = found
+            check_not_late(self.owner, self.network)
             warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
             if self.waits_for_others:
                 warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)
