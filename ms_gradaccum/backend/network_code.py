@@ -3,6 +3,7 @@
 import dis
 import gc
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
@@ -16,6 +17,7 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
+_COLLECTIVES = re.compile("all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$", re.I)
 _REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split())
 # The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
@@ -29,6 +31,8 @@ class NetworkCode:
 
     def __init__(self, network: object) -> None:
         self.names: set[str] = set()
+        # The global variables that functions assign: the namespace of the module, and the name.
+        self.assigned: list[tuple[dict[str, object], str]] = []
         found: dict[int, object] = {}
         ahead = [network]
         while ahead:
@@ -59,6 +63,8 @@ class NetworkCode:
         for each in dis.get_instructions(code):
             if each.opcode in _NAMING and isinstance(each.argval, str):
                 self.names.add(each.argval)
+            if each.opname == "STORE_GLOBAL":
+                self.assigned.append((known, each.argval))
             if isinstance(each.argval, CodeType):
                 yield from self._named_by(each.argval, known)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -73,6 +79,11 @@ class NetworkCode:
         # MindSpore's fault tolerance adds up a flag of its own.
         names = {each.name for each in operators if "tft_report_before" not in each.attrs}
         return sorted((names | self.names) & _REDUCTIONS)
+
+    def communicates(self) -> bool:
+        """Return whether the forward pass has operators or functions that communicate between processes."""
+        operators = [each for each in self.reached if is_a(each, ops.Primitive)]
+        return any(_COLLECTIVES.search(name) for name in self.names.union(each.name for each in operators))
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""
