@@ -12,8 +12,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
-from ms_gradaccum._checks import Settled, Uncopied, check_bool, check_choice, check_type, refuse_unknown, require, typed
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum._checks import Settled, Uncopied, check_choice, check_type, refuse_unknown, require, typed
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
@@ -254,9 +254,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()
 
-    def backward(
-        self, *args: object, network: nn.Cell | None = None, same_batch: bool = False, **kwargs: object
-    ) -> Tensor:
+    def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
         Outside ``accumulate()`` it counts as a batch of its own. If MindSpore's tensors have a ``backward()``, this
@@ -265,18 +263,15 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         Args:
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
-            same_batch (bool): Whether this is another loss of the previous batch in the same ``accumulate()``, with as
-                many rows. Its mean is added, and its rows do not count again. Default: ``False``.
         """
         trained = only_of(self.windows, network)
-        check_bool(_OWNER, "same_batch", same_batch, "True adds another loss of the same rows.")
         is_loss = len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and kwargs.keys() <= {"weight"}
         weight = self.window.checked_weight(kwargs.get("weight", 1.0)) if is_loss else 1.0
-        with self.window.batch_of(trained, same_batch):
+        with self.window.batch_of(trained):
             self.window.recognise((args, kwargs), weight)
             if is_loss:
-                return trained.backward_of(args[0], weight, same_batch)
-            return trained.backward(args, kwargs, self.window.ends, same_batch)
+                return trained.backward_of(args[0], weight)
+            return trained.backward(args, kwargs, self.window.ends)
 
     def __call__(
         self,
