@@ -5,6 +5,7 @@ weights must add up), a micro batch must have the same loss whatever ran before 
 batches must stay when these exchange rows.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ from mindspore import Parameter, Tensor, mint, nn
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, KeptState, as_array, kept, set_mode
+from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, set_mode
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch
+from ms_gradaccum.batch.split import Flattened, MicroBatch
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
 # Relative differences that rounding explains: of a loss in float32, in 16 bits, and of a gradient.
@@ -45,9 +46,9 @@ BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
 )
-_IN_TRAINING_ONLY = (*BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+IN_TRAINING_ONLY = (*BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
 
-AddMicroBatch = Callable[[int, tuple[Tensor, ...]], object]  # Adds the gradients of rows, a number, and their tensors.
+AddMicroBatch = Callable[[Rows], object]  # Adds the gradients of rows to the buffers.
 
 
 class Loss(NamedTuple):
@@ -55,6 +56,14 @@ class Loss(NamedTuple):
 
     value: float
     weight: float
+
+
+class Program(NamedTuple):
+    """The training program: its micro step, the same op by op, and the empty buffers of its window."""
+
+    add: AddMicroBatch
+    add_eagerly: AddMicroBatch
+    buffers: list[GradientBuffer]
 
 
 class Batch(NamedTuple):
@@ -65,7 +74,9 @@ class Batch(NamedTuple):
     updates: int  # The number of updates before it.
 
 
-def not_measured(reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch.") -> str:
+def not_measured(
+    reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch."
+) -> str:
     """Return the sentence for a loss of which nothing is known."""
     return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {remedy} {_HIDE}"
 
@@ -76,8 +87,10 @@ class LossMeasurement:
     Passes run as in training, compiled or op by op, and everything that they change is restored.
     """
 
-    def __init__(self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool) -> None:
-        self.network, self.parameters, self.compiles = network, parameters, compiles
+    def __init__(
+        self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool, several: bool = False
+    ) -> None:
+        self.network, self.parameters, self.compiles, self.several = network, parameters, compiles, several
         self.dtype = _lowest_dtype(parameters, half)
         self.batches = 0
         self.is_on = True
@@ -85,11 +98,14 @@ class LossMeasurement:
         self.is_exact = False
         # The batch before, from a batch that is due until one that it is joined with.
         self.before: Batch | None = None
-        # What the network was before a batch that is due; and the tensors that a forward pass has changed so far.
+        # What the network was before a batch that is due, and the tensors that forward passes have changed so far.
         self.state: KeptState | None = None
         self.moved: list[Tensor] = []
         self.passes: dict[Hashable, Eager | Compiled] = {}
         self.watch = _Watch(network.network, parameters)
+        # The windows that have begun, and the last batch of the first one.
+        self.windows = 0
+        self.last: Rows | None = None
         self.has_told_shapes = False
 
     def before_batch(self) -> None:
@@ -97,22 +113,37 @@ class LossMeasurement:
         if not self.is_on:
             return
         self.batches += 1
+        if self.before is None:
+            self.state = None  # A batch that was due may have failed.
         self.watch.look()
         is_due = self.batches & (self.batches - 1) == 0 or self.watch.is_due
-        if is_due or self.before is not None:
+        if is_due and self.before is None:
             self._guarded(self._begin)
 
     def after_batch(
-        self, inputs: Sequence[object], micro_batches: Sequence[MicroBatch], structure: Hashable, losses: Sequence[Any],
+        self,
+        inputs: tuple[Any, ...],
+        micro_batches: Sequence[MicroBatch],
+        structure: Hashable,
+        outputs: Sequence[Sequence[Tensor]],
         updates: int,
     ) -> None:
-        """Measure a batch that is due. ``losses`` has the outputs of its micro steps, or nothing."""
-        if self.state is not None:
-            axes = Flattened(tuple(inputs), self.network.batch_axis).axes
-            parts = [Rows(structure, each.tensors, axes, each.rows) for each in micro_batches]
-            known = [self._known(*pair) for pair in zip(parts, losses)] or [None] * len(parts)
-            self._guarded(lambda: self._measure(Batch(parts, known, updates)))
+        """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
+        if not self.is_on:
+            return
+        if self.windows < 2 or self.state is not None:
+            parts = self.rows_of(inputs, micro_batches, structure)
+            self.last = parts[-1]
+            if self.state is not None:
+                known: list[Loss | None] = [self._known(*pair) for pair in zip(parts, outputs)]
+                known += [None] * (len(parts) - len(known))
+                self._guarded(lambda: self._measure(Batch(parts, known, updates)))
         self.watch.note()
+
+    def rows_of(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> list[Rows]:
+        """Return the rows of the micro batches of a batch."""
+        axes = Flattened(inputs, self.network.batch_axis).axes
+        return [Rows(structure, each.tensors, axes, each.rows) for each in micro_batches]
 
     def _guarded(self, measure: Callable[[], None]) -> None:
         """Call a part of the measurement, whose errors never end a training."""
@@ -124,14 +155,18 @@ class LossMeasurement:
 
     def _tell(self, text: str) -> None:
         self.is_on = False
-        self.state = self.before = None
+        self.state = self.before = self.last = None
         self.passes.clear()
         warn(self.network.headed(text))
 
     def _begin(self) -> None:
+        if self.several and NetworkCode(self.network.network).communicates():
+            self._tell(not_measured("its forward pass communicates with other processes"))
+            return
         state = KeptState(self.network.network, copied=self._is_copied)
         if state.iterators:
-            self._tell(not_measured(f"the network reads {type(state.iterators[0]).__name__}, an iterator", ""))
+            kind = type(state.iterators[0]).__name__
+            self._tell(not_measured(f"the network reads an iterator ({kind}), which more passes would use up", ""))
         else:
             self.state = state
 
@@ -148,28 +183,35 @@ class LossMeasurement:
     # ---- the measurement of a batch
 
     def _measure(self, batch: Batch) -> None:
-        before, self.before = self.before, None
-        state, self.state = self.state, None
-        pair = _two_that_differ_most(batch) if len(batch.parts) > 1 else None
-        if pair is None and before is None:
-            self.before = batch
-            self.state = state  # What the network was before the first of the two.
-            return
-        if pair is None:
-            pair = before.parts[-1], batch.parts[0], before.losses[-1], batch.losses[0]
-            if before.updates != batch.updates or before.parts[-1].structure != batch.parts[0].structure:
-                pair = (*pair[:2], None, None)
-        text = self._finding(state, *pair)
+        state = self.state
+        before = self.before
+        if len(batch.parts) > 1:
+            self.state = self.before = None
+            text = self._finding(state, *_two_that_differ(batch, self.batches.bit_length() - 1))
+        elif before is None:
+            self.before = batch  # The next batch is joined with it.
+            text = ""
+        else:
+            self.state = self.before = None
+            a, b = before.parts[-1], batch.parts[0]
+            losses = before.losses[-1], batch.losses[0]
+            if before.updates != batch.updates:  # The parameters have moved.
+                state = None
+                losses = None, None
+            if a.structure != b.structure:  # Python values among the inputs differ: both get those of the second.
+                losses = None, None
+            text = self._finding(state, a, b, *losses)
         if text:
             self._tell(text)
 
     def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
-        axes = Flattened(inputs, self.network.batch_axis).axes
-        parts = [Rows(structure, each.tensors, axes, each.rows) for each in micro_batches]
-        if len(parts) < 2:
-            return ""
-        return self._finding(None, parts[0], parts[-1], None, None)
+        parts = self.rows_of(inputs, micro_batches, structure)
+        for a, b in itertools.pairwise(parts):
+            text = self._finding(None, a, b, None, None)
+            if text:
+                return text
+        return ""
 
     def _finding(self, state: KeptState | None, a: Rows, b: Rows, loss_a: Loss | None, loss_b: Loss | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
@@ -199,46 +241,47 @@ class LossMeasurement:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
         if before is None:
             return ""
-        changed = before.tensors.changed()
-        tensors = [before.tensors.tensors[i] for i in changed]
         norms = [cell for cell in before.cells if isinstance(cell, BATCH_NORMS)]
-        own = {id(each) for norm in norms for each in norm.get_parameters()}
-        self.moved += [each for each in tensors if id(each) not in own and all(each is not known for known in self.moved)]
-        names = before.changed_names()
-        places = [i for i in changed if id(before.tensors.tensors[i]) not in own and i in before.tensors.values]
-        names = [name for name in names if name not in {repr(getattr(each, "name", "")) for each in tensors if id(each) in own}]
-        if not names and not places and not before.has_changed_objects():
+        others = {id(each) for norm in norms for each in norm.get_parameters()} | {id(each) for each in self.parameters}
+        places = [i for i in before.tensors.changed() if id(before.tensors.tensors[i]) not in others]
+        tensors = [before.tensors.tensors[i] for i in places]
+        self.moved += [each for each in tensors if each.size > SMALL_SIZE]
+        places = [i for i in places if i in before.tensors.values]
+        if not places and not before.has_changed_objects():
             return ""
+        names = [repr(each.name) for each in tensors if isinstance(each, Parameter)] + before.changed_names()
         now = passes.loss(rows)
-        before.put_back_objects()
-        for i in places:
-            passes.move_back(before.tensors.tensors[i], before.tensors.values[i])
+
+        def earlier() -> Loss:
+            before.put_back_objects()
+            passes.prepare()
+            for i in places:
+                passes.move_back(before.tensors, i)
+            return passes.loss(rows)
+
         try:
-            then = [passes.loss(rows, keeps_tensors=True) for _ in range(2)]
+            then = [earlier(), earlier()]
         except Exception:  # The loss may need what it has set.
             return ""
         finally:
-            passes.state.put_back()
-            passes.evaluate()
+            passes.restore()
         noise = abs(then[0].value - then[1].value)
-        error = abs(then[0].value - now.value)
-        scale = max(abs(then[0].value), abs(now.value))
-        if math.isfinite(now.value) and not error <= max(self._tolerance([now, *then]) * scale, NUM_DEVIATIONS * noise):
-            return (
-                f"For '{_OWNER}', the forward pass changes {listed(names, 3) or 'an object'}, and the loss depends on "
-                f"it, so micro batches see each other's state. Change it at the end of an update, as in a callback's "
-                f"on_update_end()."
-            )
-        return ""
+        tolerance = self._tolerance([now, *then]) * max(abs(then[0].value), abs(now.value))
+        if not math.isfinite(now.value) or abs(then[0].value - now.value) <= max(tolerance, NUM_DEVIATIONS * noise):
+            return ""
+        return (
+            f"For '{_OWNER}', the forward pass changes {listed(names, 3) or 'an object'}, and the loss depends on it, "
+            f"so micro batches see each other's state. Change it once per update, as in a callback's on_update_end()."
+        )
 
     def _of_joined(self, passes: "_Passes", a: Rows, b: Rows, both: Rows, loss_a: Any, loss_b: Any) -> str:
         """Return the sentence for two micro batches whose losses do not make that of both."""
         is_known = loss_a is not None and loss_b is not None and not passes.has_evaluated
+        losses = [loss_a, loss_b] if is_known else [passes.loss(a), passes.loss(b)]
         try:
-            losses = [passes.loss(both), loss_a if is_known else passes.loss(a), loss_b if is_known else passes.loss(b)]
-        except Exception as error:
-            reason = f"the network takes {a.size} rows, but not {both.size} at once ({first_line(error)})"
-            return not_measured(reason, "")
+            losses.insert(0, passes.loss(both))
+        except Exception as caught:
+            return not_measured(f"the network takes {a.size} rows, but not {both.size} ({first_line(caught)})", "")
         error = self._error(*losses)
         if error <= self._tolerance(losses) or not math.isfinite(losses[0].value):
             self.is_exact = is_known
@@ -257,17 +300,23 @@ class LossMeasurement:
         losses[1:] = again[0], passes.loss(b)
         error = self._error(*losses)
         if error < MIN_CERTAIN_ERROR:
-            others = [passes.loss(b.joined(a)).value - losses[0].value, passes.loss(a.joined(a)).value - losses[1].value]
+            others = [
+                passes.loss(b.joined(a)).value - losses[0].value,
+                passes.loss(a.joined(a)).value - losses[1].value,
+            ]
             rounding = [size for each in others if (size := _relative(each, losses)) < MIN_CERTAIN_ERROR]
             if error <= max(self._tolerance(losses), NUM_ORDERS * max(rounding, default=0.0)):
                 return ""
-        if passes.has_draws(a) and self._fits_same_draws(passes, a, b):
-            return ""
-        return self._sentence(error)
+        if not passes.has_draws(a):
+            return self._sentence(error)
+        return "" if self._fits_same_draws(passes, a, b) else self._of_random_or_state(passes, a, b, both)
 
     def _of_random_or_state(self, passes: "_Passes", a: Rows, b: Rows, both: Rows) -> str:
         """Return the sentence for a loss that is another one in each pass, beyond what random numbers explain."""
-        restored = [passes.loss(a, restores=True) for _ in range(2)]
+        restored = []
+        for _ in range(2):
+            passes.restore()
+            restored.append(passes.loss(a))
         moving = [passes.loss(a), passes.loss(a)]
         if restored[0].value == restored[1].value and moving[0].value != moving[1].value:
             drift = _relative(moving[0].value - moving[1].value, moving)
@@ -292,7 +341,9 @@ class LossMeasurement:
         size = min(a.size, b.size)
         first, second = a.take(range(size)), b.take(range(size))
         runs = [passes.loss(rows) for rows in (first.joined(second), second.joined(second), first, second)]
-        totals = np.array([[run.value if self.network.weighted else run.value * run.weight, run.weight] for run in runs])
+        totals = np.array(
+            [[run.value if self.network.weighted else run.value * run.weight, run.weight] for run in runs]
+        )
         change = totals[2] - totals[3]
         tolerance = self._tolerance(runs) * np.abs(totals).max(0)
         is_seen = abs(change[0]) > NUM_ORDERS * tolerance[0]
@@ -305,7 +356,9 @@ class LossMeasurement:
         if not self.network.weighted:
             mean = (a.value * a.weight + b.value * b.weight) / (a.weight + b.weight)
             return _relative(both.value - mean, [both, a, b])
-        of_weight = abs(both.weight - a.weight - b.weight) / (max(abs(both.weight), abs(a.weight), abs(b.weight)) or 1.0)
+        of_weight = abs(both.weight - a.weight - b.weight) / (
+            max(abs(both.weight), abs(a.weight), abs(b.weight)) or 1.0
+        )
         return max(_relative(both.value - a.value - b.value, [both, a, b]), of_weight)
 
     def _tolerance(self, losses: Sequence[Loss]) -> float:
@@ -327,53 +380,60 @@ class LossMeasurement:
 
     # ---- the gradients of the training program
 
-    def exchange(
-        self, add: AddMicroBatch, add_eagerly: AddMicroBatch, buffers: Sequence[GradientBuffer], parts: Sequence[Rows],
-    ) -> None:
-        """Compare the gradients of two micro batches with those after an exchange of rows, in the empty buffers."""
-        code = NetworkCode(self.network.network)
-        is_hooked = code.has_hooks() or any(parameter.hooks() for parameter in self.parameters)
-        is_eager = runs_eagerly(self.compiles)
-        if is_hooked or self.dtype != ms.float32 or not (is_eager or self.is_exact) or len(parts) < 2:
+    def begin_window(self, parts: Sequence[Rows], program: "Program") -> None:
+        """At the second window, compare the gradients of two micro batches before and after they exchange rows."""
+        self.windows += 1
+        if not self.is_on or self.windows != 2:
             return
-        self._guarded(lambda: self._exchange(add, add_eagerly, buffers, parts[0], parts[-1]))
+        if len(parts) == 1 and self.last is not None:
+            parts = [self.last, *parts]
+        self.last = None
+        code = NetworkCode(self.network.network)
+        has_hooks = code.has_hooks() or any(parameter.hooks() for parameter in self.parameters)
+        # A compiled program that draws random numbers would go on with others.
+        can_repeat = self.is_exact or runs_eagerly(self.compiles)
+        if can_repeat and len(parts) > 1 and self.dtype == ms.float32 and not (has_hooks or self.several):
+            self._guarded(lambda: self._exchange(program, parts[0], parts[-1]))
 
-    def _exchange(self, add: AddMicroBatch, add_eagerly: AddMicroBatch, buffers: Any, a: Rows, b: Rows) -> None:
+    def _exchange(self, program: "Program", a: Rows, b: Rows) -> None:
         size = min(a.size, b.size)
-        if a.size != b.size:
-            a, b = a.take(range(size)), b.take(range(size))
-        with kept(self.network.network, self._is_copied) as now:
-            passes = _Passes(self, now)
+        first, second = a.take(range(size)), b.take(range(size))
+        with kept(self.network.network, self._is_copied) as state:
+            _Passes(self, state)  # It sets the modes.
 
             def gradient(add: AddMicroBatch, *some: Rows) -> Array:
                 try:
                     for rows in some:
-                        now.put_back_random(seeded=True)
-                        add(rows.size, rows.tensors)
-                    return _signed_sums(buffers)
+                        state.put_back_random(seeded=True)
+                        add(rows)
+                    return _signed_sums(program.buffers)
                 finally:
-                    for buffer in buffers:
+                    for buffer in program.buffers:
                         buffer.clear()
 
             try:
-                pairs = [(a, b)] if size == 1 else [(a, b), (a.exchanged(b), b.exchanged(a))]
+                both = first.joined(second)
+                exchanged = first.exchanged(second), second.exchanged(first)
             except RowsDiffer:
                 return
-            own = gradient(add, *pairs[0])
-            other = gradient(add, *pairs[-1]) if size > 1 else gradient(add_eagerly, a.joined(b))
-            error = _distance(own, other)
-            if error <= GRADIENT_TOLERANCE or not math.isfinite(error):
+            own = gradient(program.add, first, second)
+            if size > 1:
+                error = _distance(own, gradient(program.add, *exchanged))
+            elif runs_eagerly(self.compiles):
+                error = _distance(own, gradient(program.add_eagerly, both))
+            else:
                 return
-            noise = _distance(own, gradient(add, *pairs[0]))
+            if not GRADIENT_TOLERANCE < error < math.inf:
+                return
+            noise = _distance(own, gradient(program.add, first, second))
             # Rows may belong in groups, which an exchange breaks and joining does not.
-            joined = _distance(own, gradient(add_eagerly, a.joined(b)))
-            passes.state.put_back()
-            if min(error, joined) > max(GRADIENT_TOLERANCE, NUM_DEVIATIONS * noise):
-                self._tell(
-                    f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-                    f"({_percent(joined)} apart), although their losses fit: rows interact in the backward pass, or a "
-                    f"term does not show in the loss. {_PAGE}"
-                )
+            error = min(error, _distance(own, gradient(program.add_eagerly, both)))
+        if max(GRADIENT_TOLERANCE, NUM_DEVIATIONS * noise) < error < math.inf:
+            self._tell(
+                f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
+                f"({_percent(error)} apart), although their losses fit: rows interact in the backward pass, or a term "
+                f"does not show in the loss. {_PAGE}"
+            )
 
 
 class _Passes:
@@ -382,35 +442,37 @@ class _Passes:
     def __init__(self, measurement: LossMeasurement, state: KeptState) -> None:
         self.measurement, self.state = measurement, state
         self.has_evaluated = False
-        self.evaluate()
+        self.prepare()
 
-    def evaluate(self) -> None:
-        """Set the cells that act otherwise in training to evaluation mode."""
+    def prepare(self) -> None:
+        """Leave out hooks, and set the cells that act otherwise in training to evaluation mode."""
+        self.state.leave_out_hooks()
         for cell in self.state.cells:
-            is_theirs = isinstance(cell, _IN_TRAINING_ONLY) and type(cell).__module__.startswith("mindspore.")
+            is_theirs = isinstance(cell, IN_TRAINING_ONLY) and type(cell).__module__.startswith("mindspore.")
             if is_theirs and acts_otherwise_in_training(cell):
                 self.has_evaluated = True
                 set_mode(cell, False, False if getattr(cell, "use_batch_statistics", None) else None)
 
-    def move_back(self, tensor: Tensor, value: Array) -> None:
+    def restore(self) -> None:
+        """Take everything back to where it was before the passes."""
+        self.state.put_back()
+        self.prepare()
+
+    def move_back(self, tensors: KeptTensors, place: int) -> None:
         """Give a tensor its old value; one of floating-point numbers moves beyond it."""
-        now = as_array(tensor)
-        if tensor.is_floating_point():
+        value = tensors.values[place]
+        if tensors.tensors[place].is_floating_point():
+            now = as_array(tensors.tensors[place])
             value = now + FAR_BACK * (value - now)
-        self.state.tensors.assign(tensor, value)
+        tensors.assign(place, value)
 
     def has_draws(self, rows: Rows) -> bool:
         """Return whether passes that draw on have other losses."""
         losses = [self.loss(rows, draws_on=True) for _ in range(2)]
         return losses[0].value != losses[1].value
 
-    def loss(
-        self, rows: Rows, restores: bool = False, draws_on: bool = False, keeps_tensors: bool = False
-    ) -> Loss:
-        """Return the loss of rows. Tensors and random numbers are as at the begin, unless they are to go on."""
-        if restores:
-            self.state.put_back()
-            self.evaluate()
+    def loss(self, rows: Rows, draws_on: bool = False) -> Loss:
+        """Return the loss of rows, with the random numbers of the first pass unless they are to go on."""
         if not draws_on:
             self.state.put_back_random(seeded=True)
         run = self._run(rows.structure, rows.axes)
@@ -475,15 +537,12 @@ def acts_otherwise_in_training(cell: nn.Cell) -> bool:
     return bool(cell.training and getattr(cell, "p", None) != 0)
 
 
-def _two_that_differ_most(batch: Batch) -> tuple[Rows, Rows, Loss | None, Loss | None] | None:
-    """Return two micro batches and their losses: the smallest and the largest mean; None if none has a loss."""
-    means = [math.nan if each is None else each.value for each in batch.losses]
-    order = [int(i) for i in np.argsort(means)]
-    low, high = order[0], order[-1]
-    if math.isnan(means[high]) and not math.isnan(means[low]):
-        pass  # A loss that is not a number is compared with one that is.
-    if low == high:
-        low, high = 0, len(means) - 1
+def _two_that_differ(batch: Batch, number: int) -> tuple[Rows, Rows, Loss | None, Loss | None]:
+    """Return two micro batches and their losses: the smallest and the largest, then with ``number`` those between."""
+    means = [math.nan if each is None else each.value / (each.weight or 1.0) for each in batch.losses]
+    order = np.argsort(means, kind="stable").tolist()
+    place = number % (len(order) // 2)
+    low, high = order[place], order[-1 - place]
     return batch.parts[low], batch.parts[high], batch.losses[low], batch.losses[high]
 
 
@@ -508,10 +567,12 @@ def _quantum(values: Array) -> float:
 
 def _relative(difference: float, losses: Sequence[Loss]) -> float:
     scale = max(abs(each.value) for each in losses)
-    return abs(difference) / scale if scale else 0.0
+    return float(abs(difference) / scale) if scale else 0.0
 
 
 def _percent(error: float) -> str:
+    if not math.isfinite(error):
+        return "one has no finite loss,"
     return f"{100 * error:.2g} %" if error < 0.1 else f"{100 * error:.0f} %"
 
 
@@ -525,5 +586,5 @@ _SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, 
 
 
 def _distance(a: Array, b: Array) -> float:
-    size = max(np.linalg.norm(a), np.linalg.norm(b))
-    return float(np.linalg.norm(a - b) / size) if size else 0.0
+    size = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+    return float(np.linalg.norm(a - b)) / size if size else 0.0

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_gradaccum.backend.kept_state import Array, as_array
-
+from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
 
 _Combine = Callable[[int, Array, Array], Array]  # The axis of the rows, and the arrays of two micro batches.
 
@@ -24,6 +24,12 @@ class Rows(NamedTuple):
     tensors: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
     size: int
+
+    @staticmethod
+    def of(inputs: tuple[object, ...], batch_axis: BatchAxis) -> "Rows":
+        """Return all rows of a batch."""
+        batch = Flattened(inputs, batch_axis)
+        return Rows(batch.structure, batch.tensors, batch.axes, count_rows(batch.leaves))
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others. What has no rows comes from the other ones."""

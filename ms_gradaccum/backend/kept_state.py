@@ -10,7 +10,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import DamagedState, State, is_a, is_count
 from ms_gradaccum.backend.device import device_target
@@ -33,28 +33,30 @@ class KeptTensors:
     """Tensors whose changes are detected, by fingerprints, and undone for those ``copied`` to the host."""
 
     def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        # Parameters first, in the order of their network.
+        self.tensors = sorted(_unique(tensors), key=lambda tensor: not isinstance(tensor, Parameter))
         self.marks = [_fingerprint(as_array(tensor)) for tensor in self.tensors]
         # The copies, by the index of their tensor.
         self.values = {i: as_array(each).copy() for i, each in enumerate(self.tensors) if copied(each)}
 
-    def changed(self, places: Iterable[int] | None = None) -> list[int]:
-        """Return the indices of the tensors that have changed, among all tensors or among ``places``."""
-        looked_at = range(len(self.tensors)) if places is None else places
-        return [i for i in looked_at if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
+    def changed(self) -> list[int]:
+        """Return the indices of the tensors that have changed."""
+        return [i for i in range(len(self.tensors)) if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
 
-    def put_back(self, places: Iterable[int] | None = None) -> None:
-        """Restore the values of all tensors, or of those in ``places``. Raise if a changed tensor has no copy."""
+    def put_back(self) -> None:
+        """Restore the values of all tensors. Raise if a changed tensor has no copy."""
         lost = []
-        for i in self.changed(places):
-            tensor = self.tensors[i]
-            if i not in self.values:
-                lost.append(tensor)
+        for i in self.changed():
+            if i in self.values:
+                self.assign(i, self.values[i])
             else:
-                assign_in_place(tensor, Tensor(self.values[i], tensor.dtype))
+                lost.append(repr(getattr(self.tensors[i], "name", "a tensor")))
         if lost:
-            names = ", ".join(repr(getattr(tensor, "name", "a tensor")) for tensor in lost)
-            raise RuntimeError(f"it changes {names} out of training alone, which stays changed")
+            raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
+
+    def assign(self, place: int, value: Array) -> None:
+        """Give the tensor with this index a value."""
+        assign_in_place(self.tensors[place], Tensor(value, self.tensors[place].dtype))
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:
@@ -92,7 +94,11 @@ class KeptState:
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = [value for value in reached if is_a(value, Iterator)]
         held = [value for each in self.attributes for value in (*each.values(), *each["_buffers"].values())]
-        self.contents = [(value, _content(value)) for value in _unique([*held, *reached])]
+        dicts = {id(vars(cell)) for cell in self.cells}  # They are restored as attributes.
+        held = [value for value in _unique([*held, *reached]) if id(value) not in dicts]
+        self.contents = [(value, content) for value in held if (content := _content(value)) is not None]
+        # Containers of MindSpore's own, such as the graphs that a cell has compiled.
+        self.internal = {id(each[name]) for each in self.attributes for name in _OF_CELLS if name in each}
         self.globals = [(names, name, names.get(name, _MISSING)) for code in codes for names, name in code.assigned]
         tensors = [value for value in reached if is_a(value, Tensor)]
         self.tensors = KeptTensors([*(each for network in networks for each in tensors_of(network)), *tensors], copied)
@@ -107,10 +113,20 @@ class KeptState:
                 for _, cell in outer.cells_and_names():
                     set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
+    def leave_out_hooks(self) -> None:
+        """Let passes call no forward hook."""
+        for cell in self.cells:
+            vars(cell).update(dict.fromkeys(_HOOKS))
+
+    def has_changed_objects(self) -> bool:
+        """Return whether attributes, containers or variables of the user have changed."""
+        contents = [each for each in self.contents if id(each[0]) not in self.internal]
+        has_written = any(names.get(name, _MISSING) is not value for names, name, value in self.globals)
+        return has_written or bool(self.changed_names()) or any(_differs(*each) for each in contents)
+
     def changed_names(self) -> list[str]:
-        """Return the names of the parameters, and of the attributes of the user's cells, that have changed."""
-        tensors = [self.tensors.tensors[i] for i in self.tensors.changed()]
-        names = [repr(tensor.name) for tensor in tensors if isinstance(tensor, Parameter)]
+        """Return the names of the attributes of the user's cells that have changed."""
+        names: list[str] = []
         for cell, before in zip(self.cells, self.attributes):
             own = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS) if is_user(type(cell)) else []
             changed = [name for name in own if vars(cell).get(name, _MISSING) is not before.get(name, _MISSING)]
@@ -131,9 +147,12 @@ class KeptState:
         """Restore everything."""
         self.tensors.put_back()
         self.put_back_random()
+        self.put_back_objects()
+
+    def put_back_objects(self) -> None:
+        """Restore all but tensors and the generators of the libraries."""
         for value, content in self.contents:
-            if content is not None:
-                _fill(value, content)
+            _fill(value, content)
         for names, name, value in self.globals:
             if value is _MISSING:
                 names.pop(name, None)
@@ -180,8 +199,7 @@ def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptSta
     """Context in which a network runs without its forward hooks. At the end its state is restored."""
     state = KeptState(network, copied=copied)
     try:
-        for cell in state.cells:
-            vars(cell).update(dict.fromkeys(_HOOKS))
+        state.leave_out_hooks()
         yield state
     finally:
         state.put_back()
@@ -199,8 +217,10 @@ def _content(value: Any) -> Any:
     """Return a copy of what a container, a closure, an object or a generator holds; None for anything else."""
     if is_a(value, (list, deque)):
         return list(value)
-    if is_a(value, (dict, set)):
-        return value.copy()
+    if is_a(value, dict):
+        return dict(value)
+    if is_a(value, set):
+        return set(value)
     if is_a(value, np.ndarray):
         return value.copy() if value.nbytes <= _LARGE_ARRAY else None
     if is_a(value, random.Random):
@@ -231,6 +251,15 @@ def _fill(value: Any, content: Any) -> None:
         _refill(value, content)
     else:
         _refill(vars(value), content)
+
+
+def _differs(value: Any, content: Any) -> bool:
+    now = _content(value)
+    if is_a(value, np.ndarray):
+        return not np.array_equal(now, content)
+    if is_a(value, _GENERATORS):
+        return False
+    return _identities(now) != _identities(content)
 
 
 def _refill(container: Any, content: Any) -> None:

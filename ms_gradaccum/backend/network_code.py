@@ -17,7 +17,9 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
-_COLLECTIVES = re.compile("all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$", re.I)
+_COLLECTIVES = re.compile(
+    "all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$", re.I
+)
 _REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split())
 # The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
