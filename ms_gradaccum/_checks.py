@@ -260,11 +260,19 @@ def warn(message: str) -> None:
 def _is_hidden(message: str, frame: FrameType) -> bool:
     """Return whether a filter for more than our own warnings ignores this one."""
     module = frame.f_globals.get("__name__") or "<unknown>"
+    warning = GradAccumulationWarning(message)
     for action, text, category, name, line in warnings.filters:
-        fits = (text is None or text.match(message)) and (name is None or name.match(module))
-        if fits and line in (0, frame.f_lineno) and isinstance(GradAccumulationWarning(message), category):
+        is_ours = isinstance(warning, category) and line in (0, frame.f_lineno)
+        if is_ours and _matches(text, message) and _matches(name, module):
             return action == "ignore" and category is not GradAccumulationWarning
     return False
+
+
+def _matches(pattern: str | re.Pattern[str] | None, text: str) -> bool:
+    """Return whether a text fits a pattern of a filter; Python's default filters have a string for the module."""
+    if pattern is None or isinstance(pattern, str):
+        return pattern in (None, text)
+    return pattern.match(text) is not None
 
 
 # For calls in a graph, with constant arguments: they run while it is compiled.
