@@ -16,14 +16,14 @@ quick_mindspore.install()
 # The files that take longest, or the job that some of them share.
 LONGEST = ["ranks", "test_faults", "test_self_test", "test_micro_size_finder", "test_sample"]
 LONGEST += ["test_failures", "test_optimizers_and_schedules", "test_python_decides", "test_optimizers"]
-LONGEST += ["test_loss_check", "test_frozen", "test_vision", "test_losses", "test_losses_as_written", "test_docs"]
+LONGEST += ["test_loss_measurement", "test_frozen", "test_vision", "test_losses", "test_losses_as_written", "test_docs"]
 LONGEST += ["test_sequences", "test_grad_cache_windows", "test_tutorial", "test_packaging", "test_generative"]
 
 
 # Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
 MEASURED_ONCE = {"backend", "batch", "checkpoint", "gradients", "integrations", "loops", "parallel", "training"}
 MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
-MEASURED |= {"test_loss_check", "test_batch_norms", "test_device_reads", "test_own_construct"}
+MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "test_own_construct"}
 
 
 @functools.cache

@@ -30,9 +30,10 @@ NUM_QUANTA = 16
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
-# A difference must exceed so many standard deviations of the losses of as many passes of a random loss.
+# A difference must exceed so many standard deviations of a random loss, from a few passes.
 NUM_DEVIATIONS = 10
-NUM_DRAWS = 6
+NUM_DRAWS = 4
+NUM_SEEDS = 3
 # Tensors up to this size are always copied, to restore what the forward pass changes.
 SMALL_SIZE = 2**16
 # A tensor that the forward pass moves is moved back by so many times as far, to see whether the loss reads it.
@@ -185,6 +186,8 @@ class LossMeasurement:
     def _measure(self, batch: Batch) -> None:
         state = self.state
         before = self.before
+        if state is not None:
+            self.moved += [each for each in self._moved_in(state) if each.size > SMALL_SIZE]
         if len(batch.parts) > 1:
             self.state = self.before = None
             text = self._finding(state, *_two_that_differ(batch, self.batches.bit_length() - 1))
@@ -237,17 +240,21 @@ class LossMeasurement:
             )
         return ""
 
+    def _moved_in(self, before: KeptState) -> list[Tensor]:
+        """Return the tensors that forward passes have changed, but for those of BatchNorm and trained parameters."""
+        norms = [cell for cell in before.cells if isinstance(cell, BATCH_NORMS)]
+        owned = {id(each) for norm in norms for each in norm.get_parameters()}
+        owned |= {id(each) for each in self.parameters}
+        changed = [before.tensors.tensors[i] for i in before.tensors.changed()]
+        return [each for each in changed if id(each) not in owned]
+
     def _of_state(self, passes: "_Passes", before: KeptState | None, rows: Rows) -> str:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
         if before is None:
             return ""
-        norms = [cell for cell in before.cells if isinstance(cell, BATCH_NORMS)]
-        others = {id(each) for norm in norms for each in norm.get_parameters()} | {id(each) for each in self.parameters}
-        places = [i for i in before.tensors.changed() if id(before.tensors.tensors[i]) not in others]
-        tensors = [before.tensors.tensors[i] for i in places]
-        self.moved += [each for each in tensors if each.size > SMALL_SIZE]
-        places = [i for i in places if i in before.tensors.values]
-        if not places and not before.has_changed_objects():
+        tensors = self._moved_in(before)
+        copies = [i for i in before.tensors.values if any(before.tensors.tensors[i] is each for each in tensors)]
+        if not copies and not before.has_changed_objects():
             return ""
         names = [repr(each.name) for each in tensors if isinstance(each, Parameter)] + before.changed_names()
         now = passes.loss(rows)
@@ -255,7 +262,7 @@ class LossMeasurement:
         def earlier() -> Loss:
             before.put_back_objects()
             passes.prepare()
-            for i in places:
+            for i in copies:
                 passes.move_back(before.tensors, i)
             return passes.loss(rows)
 
@@ -293,23 +300,23 @@ class LossMeasurement:
         if not math.isfinite(losses[1].value + losses[2].value):
             return self._sentence(math.inf)
         if _relative(again[0].value - losses[1].value, losses) > self._tolerance(losses):
-            # Other random numbers than in training. All passes here draw the same ones.
-            if self._fits_same_draws(passes, a, b):
-                return ""
-            return self._of_random_or_state(passes, a, b, both)
+            return self._of_draws(passes, a, b)  # Other random numbers than in training.
         losses[1:] = again[0], passes.loss(b)
         error = self._error(*losses)
+        if error <= self._tolerance(losses):
+            return ""
+        draws = [passes.loss(both, draws_on=True) for _ in range(NUM_DRAWS)]
+        if max(_relative(each.value - losses[0].value, losses) for each in draws) > self._tolerance(losses):
+            return self._of_draws(passes, a, b)
         if error < MIN_CERTAIN_ERROR:
             others = [
                 passes.loss(b.joined(a)).value - losses[0].value,
                 passes.loss(a.joined(a)).value - losses[1].value,
             ]
             rounding = [size for each in others if (size := _relative(each, losses)) < MIN_CERTAIN_ERROR]
-            if error <= max(self._tolerance(losses), NUM_ORDERS * max(rounding, default=0.0)):
+            if error <= NUM_ORDERS * max(rounding, default=0.0):
                 return ""
-        if not passes.has_draws(a):
-            return self._sentence(error)
-        return "" if self._fits_same_draws(passes, a, b) else self._of_random_or_state(passes, a, b, both)
+        return self._sentence(error)
 
     def _of_random_or_state(self, passes: "_Passes", a: Rows, b: Rows, both: Rows) -> str:
         """Return the sentence for a loss that is another one in each pass, beyond what random numbers explain."""
@@ -318,13 +325,12 @@ class LossMeasurement:
             passes.restore()
             restored.append(passes.loss(a))
         moving = [passes.loss(a), passes.loss(a)]
-        if restored[0].value == restored[1].value and moving[0].value != moving[1].value:
-            drift = _relative(moving[0].value - moving[1].value, moving)
-            if drift > self._tolerance(moving):
-                return (
-                    f"For '{_OWNER}', the same rows have another loss in each pass ({_percent(drift)} apart), so micro "
-                    f"batches see each other's state. Keep state out of the loss, or change it at the end of an update."
-                )
+        drift = _relative(moving[0].value - moving[1].value, moving)
+        if restored[0].value == restored[1].value and drift > self._tolerance(moving):
+            return (
+                f"For '{_OWNER}', the same rows have another loss in each pass ({_percent(drift)} apart), so micro "
+                f"batches see each other's state. Keep state out of the loss, or change it once per update."
+            )
         draws = [[passes.loss(rows, draws_on=True) for _ in range(NUM_DRAWS)] for rows in (both, a, b)]
         means = [Loss(float(np.mean([each.value for each in some])), some[0].weight) for some in draws]
         noise = max(float(np.std([each.value for each in some], ddof=1)) for some in draws) / NUM_DRAWS**0.5
@@ -333,21 +339,30 @@ class LossMeasurement:
             return self._sentence(error)
         return ""
 
-    def _fits_same_draws(self, passes: "_Passes", a: Rows, b: Rows) -> bool:
-        """Return whether exchanging rows changes the loss by their share when each pass draws the same numbers.
+    def _of_draws(self, passes: "_Passes", a: Rows, b: Rows) -> str:
+        """Return the sentence for a loss that draws random numbers, from passes that draw the same ones.
 
-        The first rows of a pass get the same numbers as the first rows of any other pass.
+        The first rows of a pass get the same numbers as the first rows of any other pass. Where these are exchanged,
+        the loss changes by their share of the rows.
         """
         size = min(a.size, b.size)
         first, second = a.take(range(size)), b.take(range(size))
-        runs = [passes.loss(rows) for rows in (first.joined(second), second.joined(second), first, second)]
-        totals = np.array(
-            [[run.value if self.network.weighted else run.value * run.weight, run.weight] for run in runs]
-        )
-        change = totals[2] - totals[3]
-        tolerance = self._tolerance(runs) * np.abs(totals).max(0)
-        is_seen = abs(change[0]) > NUM_ORDERS * tolerance[0]
-        return bool(is_seen and (np.abs(totals[0] - totals[1] - change) <= tolerance).all())
+        shares = []
+        for seed in range(NUM_SEEDS):
+            some = [first.joined(second), second.joined(second), first, second]
+            runs = [passes.loss(rows, seed=seed) for rows in some]
+            weights = [1.0 if self.network.weighted else run.weight for run in runs]
+            totals = [run.value * weight for run, weight in zip(runs, weights)]
+            change = totals[2] - totals[3]
+            rounding = self._tolerance(runs) * max(map(abs, totals))
+            if abs(change) <= NUM_ORDERS * rounding:
+                return ""
+            error = (totals[0] - totals[1] - change) / abs(change)
+            shares.append(0.0 if abs(error * change) <= rounding else error)
+        error = abs(float(np.mean(shares)))
+        if error > NUM_DEVIATIONS * float(np.std(shares)):
+            return self._sentence(error)
+        return ""
 
     def _error(self, both: Loss, a: Loss, b: Loss) -> float:
         """Return how far the loss of two micro batches is from that of both, relative to the largest of the losses."""
@@ -404,7 +419,7 @@ class LossMeasurement:
             def gradient(add: AddMicroBatch, *some: Rows) -> Array:
                 try:
                     for rows in some:
-                        state.put_back_random(seeded=True)
+                        state.put_back_random(0)
                         add(rows)
                     return _signed_sums(program.buffers)
                 finally:
@@ -466,15 +481,10 @@ class _Passes:
             value = now + FAR_BACK * (value - now)
         tensors.assign(place, value)
 
-    def has_draws(self, rows: Rows) -> bool:
-        """Return whether passes that draw on have other losses."""
-        losses = [self.loss(rows, draws_on=True) for _ in range(2)]
-        return losses[0].value != losses[1].value
-
-    def loss(self, rows: Rows, draws_on: bool = False) -> Loss:
-        """Return the loss of rows, with the random numbers of the first pass unless they are to go on."""
+    def loss(self, rows: Rows, draws_on: bool = False, seed: int = 0) -> Loss:
+        """Return the loss of rows, with the random numbers of this seed unless they are to go on."""
         if not draws_on:
-            self.state.put_back_random(seeded=True)
+            self.state.put_back_random(seed)
         run = self._run(rows.structure, rows.axes)
         value, weight = (float(number.asnumpy()) for number in run(Tensor(1.0, ms.float32), *rows.tensors)[:2])
         return Loss(value, weight if self.measurement.network.weighted else rows.size)
@@ -558,7 +568,7 @@ def _quantum(values: Array) -> float:
     found = [abs(value) for value in values.tolist() if value]
     if not found or not np.isfinite(values).all():
         return 0.0
-    quanta = []
+    quanta: list[float] = []
     for value in found:
         numerator, denominator = value.as_integer_ratio()
         quanta.append((numerator & -numerator) / denominator)

@@ -133,15 +133,18 @@ class KeptState:
             names += [f"'{type(cell).__name__}.{name}'" for name in changed]
         return names
 
-    def put_back_random(self, seeded: bool = False) -> None:
-        """Restore the generators. If ``seeded``, passes that follow draw the same numbers without a seed, too."""
+    def put_back_random(self, seed: int | None = None) -> None:
+        """Restore the generators. With a ``seed``, passes that follow draw the same numbers for each of its values."""
         put_random_states(self.random)
         _SEEDS._KERNEL_SEED = dict(self.kernel_seeds)
         # Without a seed MindSpore's kernels choose one.
-        _SEEDS._GLOBAL_SEED = (self.seed or 1) if seeded else self.seed
+        _SEEDS._GLOBAL_SEED = self.seed if seed is None else (self.seed or 1) + seed
         for value, content in self.contents:
             if is_a(value, _GENERATORS):
                 _fill(value, content)
+        for _ in range(seed or 0):
+            random.random()
+            np.random.random()
 
     def put_back(self) -> None:
         """Restore everything."""
