@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ms_gradaccum._checks import GradAccumulationWarning as GradAccumulationWarning
     from ms_gradaccum.batch.contrastive_loss import ContrastiveLoss as ContrastiveLoss
     from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
     from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
@@ -42,6 +43,7 @@ __version__ = "0.2.0"
 
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
+    "_checks": "GradAccumulationWarning",
     "batch.contrastive_loss": "ContrastiveLoss",
     "batch.grad_cache_loss": "GradCacheLoss",
     "batch.replay_dropout": "ReplayDropout",

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import logging
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar
 
 import mindspore as ms
@@ -235,12 +237,42 @@ def check_micro_size(value: object) -> int:
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
+class GradAccumulationWarning(UserWarning):
+    """The class of all warnings of this package.
+
+    A filter for this class silences them. A filter that ignores all warnings does not: they go to the logger
+    ``ms_gradaccum`` then, since a training may be wrong without another sign.
+    """
+
+
 def warn(message: str) -> None:
     """Warn at the line of the user's program that led here."""
-    frame, level = sys._getframe(), 1
+    frame = sys._getframe()
+    level = 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+        frame = frame.f_back
+        level += 1
+    if _is_hidden(message, frame):
+        logging.getLogger("ms_gradaccum").warning(message)
+    warnings.warn(message, GradAccumulationWarning, stacklevel=level)
+
+
+def _is_hidden(message: str, frame: FrameType) -> bool:
+    """Return whether a filter for more than our own warnings ignores this one."""
+    module = frame.f_globals.get("__name__") or "<unknown>"
+    warning = GradAccumulationWarning(message)
+    for action, text, category, name, line in warnings.filters:
+        is_ours = isinstance(warning, category) and line in (0, frame.f_lineno)
+        if is_ours and _matches(text, message) and _matches(name, module):
+            return action == "ignore" and category is not GradAccumulationWarning
+    return False
+
+
+def _matches(pattern: str | re.Pattern[str] | None, text: str) -> bool:
+    """Return whether a text fits a pattern of a filter; Python's default filters have a string for the module."""
+    if pattern is None or isinstance(pattern, str):
+        return pattern in (None, text)
+    return pattern.match(text) is not None
 
 
 # For calls in a graph, with constant arguments: they run while it is compiled.

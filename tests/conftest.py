@@ -9,19 +9,21 @@ import mindspore as ms
 import pytest
 import quick_mindspore
 
+from ms_gradaccum.advice.loss_measurement import LossMeasurement  # noqa: E402
+
 quick_mindspore.install()
 
 # The files that take longest, or the job that some of them share.
 LONGEST = ["ranks", "test_faults", "test_self_test", "test_micro_size_finder", "test_sample"]
 LONGEST += ["test_failures", "test_optimizers_and_schedules", "test_python_decides", "test_optimizers"]
-LONGEST += ["test_loss_check", "test_frozen", "test_vision", "test_losses", "test_losses_as_written", "test_docs"]
+LONGEST += ["test_loss_measurement", "test_frozen", "test_vision", "test_losses", "test_losses_as_written", "test_docs"]
 LONGEST += ["test_sequences", "test_grad_cache_windows", "test_tutorial", "test_packaging", "test_generative"]
 
 
 # Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
 MEASURED_ONCE = {"backend", "batch", "checkpoint", "gradients", "integrations", "loops", "parallel", "training"}
 MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
-MEASURED |= {"test_loss_check", "test_batch_norms", "test_device_reads", "test_own_construct"}
+MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "test_own_construct"}
 
 
 @functools.cache
@@ -89,7 +91,13 @@ def restored_mode():
 def measured_once(request, monkeypatch):
     """Have a loss measured at the first batch alone, and not at the 2nd, 4th ... again, where no test is about that."""
     if request.path.parent.name in MEASURED_ONCE and request.path.stem not in MEASURED:
-        monkeypatch.setattr("ms_gradaccum.training.loss_check._LAST", 1)
+        before_batch = LossMeasurement.before_batch
+
+        def once(self):
+            self.is_on &= self.batches < 1
+            before_batch(self)
+
+        monkeypatch.setattr(LossMeasurement, "before_batch", once)
 
 
 @pytest.fixture

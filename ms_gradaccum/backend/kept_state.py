@@ -5,15 +5,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
-from ms_gradaccum._checks import DamagedState, State, is_count
+from ms_gradaccum._checks import DamagedState, State, is_a, is_count
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.network_code import is_user
+from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array as Array
 
@@ -23,6 +24,8 @@ _SEEDS: Any = sys.modules["mindspore.common.seed"]
 STATISTICS = "use_batch_statistics"
 # Attributes of every cell, and the marker for an attribute that did not exist.
 _OF_CELLS, _MISSING = vars(nn.Cell()).keys(), object()
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, such as a vocabulary.
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
@@ -30,62 +33,30 @@ class KeptTensors:
     """Tensors whose changes are detected, by fingerprints, and undone for those ``copied`` to the host."""
 
     def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        # Parameters first, in the order of their network.
+        self.tensors = sorted(_unique(tensors), key=lambda tensor: not isinstance(tensor, Parameter))
         self.marks = [_fingerprint(as_array(tensor)) for tensor in self.tensors]
         # The copies, by the index of their tensor.
         self.values = {i: as_array(each).copy() for i, each in enumerate(self.tensors) if copied(each)}
 
-    def changed(self, places: Iterable[int] | None = None) -> list[int]:
-        """Return the indices of the tensors that have changed, among all tensors or among ``places``."""
-        looked_at = range(len(self.tensors)) if places is None else places
-        return [i for i in looked_at if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
+    def changed(self) -> list[int]:
+        """Return the indices of the tensors that have changed."""
+        return [i for i in range(len(self.tensors)) if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
 
-    def put_back(self, places: Iterable[int] | None = None) -> None:
-        """Restore the values of all tensors, or of those in ``places``. Raise if a changed tensor has no copy."""
+    def put_back(self) -> None:
+        """Restore the values of all tensors. Raise if a changed tensor has no copy."""
         lost = []
-        for i in self.changed(places):
-            tensor = self.tensors[i]
-            if i not in self.values:
-                lost.append(tensor)
+        for i in self.changed():
+            if i in self.values:
+                self.assign(i, self.values[i])
             else:
-                assign_in_place(tensor, Tensor(self.values[i], tensor.dtype))
+                lost.append(repr(getattr(self.tensors[i], "name", "a tensor")))
         if lost:
-            names = ", ".join(repr(getattr(tensor, "name", "a tensor")) for tensor in lost)
-            raise RuntimeError(f"it changes {names} out of training alone, which stays changed")
+            raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
 
-
-class Changes:
-    """The tensors and the user's cell attributes that a run of the network changes."""
-
-    def __init__(self, network: nn.Cell) -> None:
-        self.before = KeptTensors(tensors_of(network), lambda tensor: False)
-        cells = [cell for _, cell in network.cells_and_names() if is_user(type(cell))]
-        self.cells = [(cell, dict(vars(cell))) for cell in cells]
-        # After `find`: the changed tensors, and the old values of changed attributes by cell.
-        self.tensors: list[Tensor] | None = None
-        self.attributes: list[tuple[nn.Cell, dict[str, object]]] = []
-
-    def find(self) -> list[Tensor]:
-        """Find the changes, and return the changed tensors."""
-        self.tensors = [self.before.tensors[i] for i in self.before.changed()]
-        for cell, before in self.cells:
-            names = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS)
-            old = {name: before.get(name, _MISSING) for name in names}
-            old = {name: value for name, value in old.items() if vars(cell).get(name, _MISSING) is not value}
-            self.attributes += [(cell, old)] if old else []
-        self.cells = []
-        return self.tensors
-
-    def names(self) -> list[str]:
-        """Return the names of the attributes."""
-        return [f"'{type(cell).__name__}.{name}'" for cell, old in self.attributes for name in old]
-
-    def put_back_attributes(self) -> None:
-        """Restore the old values of the attributes."""
-        for cell, old in self.attributes:
-            for name in old:
-                vars(cell).pop(name, None)
-            vars(cell).update({name: value for name, value in old.items() if value is not _MISSING})
+    def assign(self, place: int, value: Array) -> None:
+        """Give the tensor with this index a value."""
+        assign_in_place(self.tensors[place], Tensor(value, self.tensors[place].dtype))
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:
@@ -109,19 +80,31 @@ def few_elements(tensor: Tensor) -> Array:
 
 
 class KeptState:
-    """The parameters, buffers, attributes, modes and hooks of networks' cells, and the states of random generators.
+    """Everything that a run of networks may change: tensors, cells, what their code reaches, and random generators.
 
-    Tensors that are not ``copied``, other objects of the user, and random generators inside kernels stay as they are.
+    Tensors that are not ``copied``, iterators, and random generators inside kernels cannot be restored.
     """
 
     def __init__(self, *networks: nn.Cell, copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        self.cells = list({id(cell): cell for each in networks for _, cell in each.cells_and_names()}.values())
+        codes = [NetworkCode(network) for network in networks]
+        reached = [value for code in codes for value in code.reached]
+        inside = [cell for network in networks for _, cell in network.cells_and_names()]
+        self.cells = _unique([*inside, *(value for value in reached if is_a(value, nn.Cell))])
         self.attributes = [dict(vars(cell)) for cell in self.cells]
-        held = [value for attributes in self.attributes for value in attributes.values()]
-        held += [value for attributes in self.attributes for value in attributes["_buffers"].values()]
-        self.contents = [(value, _content(value)) for value in held if _content(value) is not None]
-        self.tensors = KeptTensors((tensor for each in networks for tensor in tensors_of(each)), copied)
-        self.random, self.kernel_seeds, self.seed = random_states(), dict(_SEEDS._KERNEL_SEED), ms.get_seed()
+        # An iterator goes on with each pass, and nothing takes it back.
+        self.iterators = [value for value in reached if is_a(value, Iterator)]
+        held = [value for each in self.attributes for value in (*each.values(), *each["_buffers"].values())]
+        dicts = {id(vars(cell)) for cell in self.cells}  # They are restored as attributes.
+        held = [value for value in _unique([*held, *reached]) if id(value) not in dicts]
+        self.contents = [(value, content) for value in held if (content := _content(value)) is not None]
+        # Containers of MindSpore's own, such as the graphs that a cell has compiled.
+        self.internal = {id(each[name]) for each in self.attributes for name in _OF_CELLS if name in each}
+        self.globals = [(names, name, names.get(name, _MISSING)) for code in codes for names, name in code.assigned]
+        tensors = [value for value in reached if is_a(value, Tensor)]
+        self.tensors = KeptTensors([*(each for network in networks for each in tensors_of(network)), *tensors], copied)
+        self.random = random_states()
+        self.kernel_seeds = dict(_SEEDS._KERNEL_SEED)
+        self.seed = ms.get_seed()
 
     def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
         """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
@@ -130,27 +113,62 @@ class KeptState:
                 for _, cell in outer.cells_and_names():
                     set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
-    def put_back_random(self) -> None:
-        """Restore the states of the generators."""
-        put_random_states(self.random)
-        _SEEDS._KERNEL_SEED, _SEEDS._GLOBAL_SEED = dict(self.kernel_seeds), self.seed
+    def leave_out_hooks(self) -> None:
+        """Let passes call no forward hook."""
+        for cell in self.cells:
+            vars(cell).update(dict.fromkeys(_HOOKS))
 
-    def draw_again(self) -> None:
-        """Let the next pass draw the same numbers as others do after this call."""
-        self.put_back_random()
+    def has_changed_objects(self) -> bool:
+        """Return whether attributes, containers or variables of the user have changed."""
+        contents = [each for each in self.contents if id(each[0]) not in self.internal]
+        has_written = any(names.get(name, _MISSING) is not value for names, name, value in self.globals)
+        return has_written or bool(self.changed_names()) or any(_differs(*each) for each in contents)
+
+    def changed_names(self) -> list[str]:
+        """Return the names of the attributes of the user's cells that have changed."""
+        names: list[str] = []
+        for cell, before in zip(self.cells, self.attributes):
+            own = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS) if is_user(type(cell)) else []
+            changed = [name for name in own if vars(cell).get(name, _MISSING) is not before.get(name, _MISSING)]
+            names += [f"'{type(cell).__name__}.{name}'" for name in changed]
+        return names
+
+    def put_back_random(self, seed: int | None = None) -> None:
+        """Restore the generators. With a ``seed``, passes that follow draw the same numbers for each of its values."""
+        put_random_states(self.random)
+        _SEEDS._KERNEL_SEED = dict(self.kernel_seeds)
         # Without a seed MindSpore's kernels choose one.
-        _SEEDS._GLOBAL_SEED = self.seed or 1
+        _SEEDS._GLOBAL_SEED = self.seed if seed is None else (self.seed or 1) + seed
+        for value, content in self.contents:
+            if is_a(value, _GENERATORS):
+                _fill(value, content)
+        for _ in range(seed or 0):
+            random.random()
+            np.random.random()
 
     def put_back(self) -> None:
         """Restore everything."""
         self.tensors.put_back()
         self.put_back_random()
+        self.put_back_objects()
+
+    def put_back_objects(self) -> None:
+        """Restore all but tensors and the generators of the libraries."""
         for value, content in self.contents:
             _fill(value, content)
+        for names, name, value in self.globals:
+            if value is _MISSING:
+                names.pop(name, None)
+            else:
+                names[name] = value
         for cell, attributes in zip(self.cells, self.attributes):
             cell.add_flags(training=attributes["training"])
             vars(cell).clear()
             vars(cell).update(attributes)
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
 
 
 def tensors_of(network: nn.Cell) -> Iterator[Tensor]:
@@ -184,8 +202,7 @@ def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptSta
     """Context in which a network runs without its forward hooks. At the end its state is restored."""
     state = KeptState(network, copied=copied)
     try:
-        for cell in state.cells:
-            vars(cell).update(dict.fromkeys(_HOOKS))
+        state.leave_out_hooks()
         yield state
     finally:
         state.put_back()
@@ -199,24 +216,75 @@ def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
         setattr(cell, STATISTICS, statistics)
 
 
-def _content(value: object) -> Any:
-    """Return a copy of a container's items; None if the value is not a container."""
-    if isinstance(value, (list, deque)):
+def _content(value: Any) -> Any:
+    """Return a copy of what a container, a closure, an object or a generator holds; None for anything else."""
+    if is_a(value, (list, deque)):
         return list(value)
-    if isinstance(value, (dict, set)):
-        return value.copy()
-    return value.copy() if isinstance(value, np.ndarray) else None
+    if is_a(value, dict):
+        return dict(value)
+    if is_a(value, set):
+        return set(value)
+    if is_a(value, np.ndarray):
+        return value.copy() if value.nbytes <= _LARGE_ARRAY else None
+    if is_a(value, random.Random):
+        return value.getstate()
+    if is_a(value, np.random.Generator):
+        return value.bit_generator.state
+    if is_a(value, np.random.RandomState):
+        return value.get_state()
+    if is_a(value, CellType):
+        return [value.cell_contents] if _is_filled(value) else None
+    is_object = is_user(type(value)) and not is_a(value, (nn.Cell, type, Tensor)) and hasattr(value, "__dict__")
+    return dict(vars(value)) if is_object else None
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Restore a container's items unless they are unchanged."""
-    if isinstance(value, np.ndarray):
+    """Restore what `_content` has returned, unless it is unchanged."""
+    if is_a(value, np.ndarray):
         value[...] = content
+    elif is_a(value, random.Random):
+        value.setstate(content)
+    elif is_a(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif is_a(value, np.random.RandomState):
+        value.set_state(content)
+    elif is_a(value, CellType):
+        value.cell_contents = content[0]
+    elif is_a(value, (list, deque, dict, set)):
+        _refill(value, content)
+    else:
+        _refill(vars(value), content)
+
+
+def _differs(value: Any, content: Any) -> bool:
+    now = _content(value)
+    if is_a(value, np.ndarray):
+        return not np.array_equal(now, content)
+    if is_a(value, _GENERATORS):
+        return False
+    return _identities(now) != _identities(content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if _identities(container) == _identities(content):
         return
-    before, now = ((*each, *each.values()) if isinstance(each, dict) else each for each in (content, value))
-    if [*map(id, now)] != [*map(id, before)]:
-        value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+    container.clear()
+    if is_a(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _identities(container: Any) -> list[int]:
+    items = [*container, *container.values()] if is_a(container, dict) else [*container]
+    return [id(item) for item in items]
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # A variable without a value.
+        return False
 
 
 def random_states() -> State:

@@ -3,6 +3,7 @@
 import dis
 import gc
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +18,9 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
+_COLLECTIVES = re.compile(
+    "all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$", re.I
+)
 _REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split())
 # The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
@@ -32,6 +36,8 @@ class NetworkCode:
         """``libraries``: the modules of further libraries, whose code is not looked at."""
         self.libraries = _LIBRARIES.union(each.split(".")[0] for each in libraries)
         self.names: set[str] = set()
+        # The global variables that functions assign: the namespace of the module, and the name.
+        self.assigned: list[tuple[dict[str, object], str]] = []
         found: dict[int, object] = {}
         ahead = [network]
         while ahead:
@@ -62,6 +68,8 @@ class NetworkCode:
         for each in dis.get_instructions(code):
             if each.opcode in _NAMING and isinstance(each.argval, str):
                 self.names.add(each.argval)
+            if each.opname == "STORE_GLOBAL":
+                self.assigned.append((known, each.argval))
             if isinstance(each.argval, CodeType):
                 yield from self._named_by(each.argval, known)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -79,6 +87,11 @@ class NetworkCode:
         # MindSpore's fault tolerance adds up a flag of its own.
         names = {each.name for each in operators if "tft_report_before" not in each.attrs}
         return sorted((names | self.names) & _REDUCTIONS)
+
+    def communicates(self) -> bool:
+        """Return whether the forward pass has operators or functions that communicate between processes."""
+        operators = [each for each in self.reached if is_a(each, ops.Primitive)]
+        return any(_COLLECTIVES.search(name) for name in self.names.union(each.name for each in operators))
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""

@@ -9,6 +9,8 @@ from contextlib import suppress
 from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
+from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program
+from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
@@ -23,7 +25,6 @@ from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
-from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
@@ -72,15 +73,18 @@ class MicroSteps:
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
         self.cells = [cell for _, cell in network.cells_and_names()]
         self.jit_parts = JitParts(self.cells, network.get_parameters())
-        self.loss_check = LossCheck(network, self.parameters, settings, half, several)
-        self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
+        self.measurement = LossMeasurement(network, self.parameters, settings.compiles, half, several)
+        adds_parts = network.micro_size > 1 or settings.accumulation_steps > 1 or several
+        # Where a network reduces its gradients itself, its forward passes communicate.
+        can_measure = not (network.is_cached or self.comes_reduced)
+        self.measurement.is_on = settings.check_loss and adds_parts and can_measure
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
-    def run(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[Outputs]:
-        """Add one batch, maybe the last of its window, and return the outputs of its micro steps."""
+    def run(self, args: Args, kwargs: Kwargs, is_last: bool = False, is_first: bool = False) -> list[Outputs]:
+        """Add one batch, maybe the first or the last of its window, and return the outputs of its micro steps."""
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
         if eager:
@@ -104,16 +108,36 @@ class MicroSteps:
         if is_last and self.reducers[0].accumulates:
             last = self._micro_step(structure, micro_batches, eager, True)
         self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
+        if self.measurement.is_on and is_first:
+            parts_of_batch = self.measurement.rows_of(inputs, micro_batches, structure)
+            self.measurement.begin_window(parts_of_batch, self._program(step, batch_rows))
+        self.measurement.before_batch()
         parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
-        return self._run_all([step] * (count - 1) + [last], parts, inputs)
+        outputs = self._run_all([step] * (count - 1) + [last], parts, inputs)
+        if self.measurement.is_on:
+            updates = self.events.updates + self.events.skipped_updates
+            self.measurement.after_batch(inputs, micro_batches, structure, outputs, updates)
+        return outputs
+
+    def _program(self, step: Compiled | EagerMicroStep, batch_rows: float) -> Program:
+        """Return what adds the gradients of any rows, to measure it."""
+
+        def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
+            start = (step.cell if isinstance(step, Compiled) else step).backward_start
+            step(*self.starts(start, rows.size, batch_rows), *rows.tensors)
+
+        def run_eagerly(rows: Rows) -> None:
+            eager = self.eager.get(False) or self._build_eager(False)
+            eager.begin_batch(rows.structure, 2)
+            run(eager, rows)
+
+        return Program(functools.partial(run, step), run_eagerly, [each.buffer for each in self.reducers])
 
     def _run_all(
         self, steps: Sequence[Compiled | EagerMicroStep], parts: Sequence[tuple[int, Outputs]], inputs: Args
     ) -> list[Outputs]:
         outputs: list[Outputs] = []
-        done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
-        if is_measured:
-            self.loss_check.before_batch()
+        done, heard = self.events.micro_batches, self.events.heard
         # A callback may raise before the micro step has run once.
         steps[0].has_run = False
         try:
@@ -122,15 +146,11 @@ class MicroSteps:
                     self.events.tell("on_micro_batch_begin", index, rows)
                 outputs.append(step(*tensors))
                 self.rounds -= 1
-                if is_measured:
-                    self.loss_check.after_micro_batch()
                 if heard:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(steps)
             if self.first_pass is not None:
                 self.first_pass.check(outputs)
-            if is_measured:
-                self.loss_check.after_batch(len(steps), inputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -183,8 +203,11 @@ class MicroSteps:
                 warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
+        """Measure the loss of a batch before a graph trains it."""
         inputs = self.network.positional(batch, {})
-        self.loss_check.after_batch(len(self.network.split(*inputs).micro_batches), inputs)
+        structure, micro_batches = self.network.split(*inputs)
+        self.measurement.before_batch()
+        self.measurement.after_batch(inputs, micro_batches, structure, [], 0)
 
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""

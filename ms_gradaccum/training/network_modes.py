@@ -2,24 +2,19 @@
 
 from collections.abc import Iterable
 
-from mindspore import Parameter, mint, nn
+from mindspore import Parameter, nn
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.advice.loss_measurement import BATCH_NORMS, IN_TRAINING_ONLY
 from ms_gradaccum.backend.network_code import NetworkCode
 
-# Cells that draw random numbers or keep statistics only in training. nn.BatchNorm3d has a BatchNorm2d inside.
-_BATCH_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
-    *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
-)
 FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
-_TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
-    norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
+    norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and takes_batch_statistics(cell)]
     has_parts = network.micro_size > 1 or adds_batches
     in_training = any(cell.training for cell in cells)
     if has_parts and norms:
@@ -27,7 +22,7 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
             f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
         )
-    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
+    idle = [cell.cls_name for cell in cells if isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell)]
     if idle and not in_training:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
@@ -45,7 +40,7 @@ def frozen_cell(network: nn.Cell) -> str:
     parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
     frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
     for name, cell in cells.items():
-        is_idle = isinstance(cell, _TRAINS_ONLY) and follows_mode(cell) and not cell.training
+        is_idle = isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell) and not cell.training
         if is_idle and (in_training or id(cell) in frozen):
             return f"{cell.cls_name} {name!r}"
     return ""

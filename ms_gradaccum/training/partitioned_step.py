@@ -15,11 +15,11 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import warn, warn_in_graph
+from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.arithmetic import scale
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
-from ms_gradaccum.batch.loss_parts import Finding
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -110,7 +110,7 @@ class PartitionedStep(Step):
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         if self.is_unmeasured:
             self.is_unmeasured = False
-            warn(Finding.not_measured("the compiler partitions the whole step").text)
+            warn(not_measured("the compiler partitions the whole step"))
         self.is_called = True
         self.events.tell("on_update_begin")
         with graph_mode():

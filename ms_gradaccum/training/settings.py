@@ -28,7 +28,7 @@ class StepSettings:
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.
     compiles: bool  # True if the user's code is compiled in PYNATIVE mode, too.
-    check_loss: bool  # True if the loss is measured on the first batches, see `LossCheck`.
+    check_loss: bool  # True if the loss is measured on the first batches, see `LossMeasurement`.
 
     @staticmethod
     def checked(

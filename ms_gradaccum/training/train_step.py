@@ -9,6 +9,7 @@ from mindspore import JitConfig, Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn, warn_of_open
+from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
@@ -20,7 +21,6 @@ from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.loss_check import IN_LARGER_GRAPH
 from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.partitioned_step import PartitionedStep, Step
 from ms_gradaccum.training.settings import STEP_REMEDY, BadMicroBatch, StepSettings, check_stock_arguments
@@ -44,8 +44,7 @@ class HostDrivenStep(Step):
         self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
         # True if a larger graph would train a loss that has not been measured.
-        loss_check = self.window.micro_steps.loss_check
-        self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
+        self.is_unmeasured = self.window.micro_steps.measurement.is_on
         self.number = number_of(self)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
@@ -72,7 +71,7 @@ class HostDrivenStep(Step):
         """Warn, as before a first batch, while a larger graph with this step is compiled."""
         self.window.micro_steps.look()
         if self.is_unmeasured:
-            warn(IN_LARGER_GRAPH)
+            warn(not_measured("the step is part of a larger graph"))
 
     def join(self) -> StepOutput:
         self.window.micro_steps.join()

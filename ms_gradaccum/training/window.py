@@ -106,7 +106,7 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, is_last)
+            outputs = self.micro_steps.run(args, kwargs, is_last, not self.is_open)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:

@@ -135,10 +135,8 @@ class Diagnosis:
                 f"differs by {noise:.1e} of the gradient. Compute in float32, or give rtol."
             )
         elif not self.experiment.network.is_cached:
-            finding = self.experiment.measure()
-            if finding is None or finding.miss > 0:
-                text = finding.text.removeprefix("For 'GradAccumulation', ") if finding else _GRADIENTS
-                self.causes.append(text[0].upper() + text[1:])
+            text = self.experiment.measure().removeprefix("For 'GradAccumulation', ") or _GRADIENTS
+            self.causes.append(text[0].upper() + text[1:])
 
     def _is_input_split(self) -> bool:
         """Report an input that is not a batch: if each micro batch gets it whole, the window equals the whole batch."""

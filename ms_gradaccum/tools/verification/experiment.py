@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 
+from ms_gradaccum.advice.loss_measurement import LossMeasurement
+from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.kept_state import STATISTICS, Array, KeptState, as_array, set_mode
-from ms_gradaccum.batch.loss_parts import Cut, Finding, Rows
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
@@ -21,7 +22,6 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
@@ -126,8 +126,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.parameters = ParameterTuple(self.network.trainable_params())
-        _, micro_batches = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
-        self.rows = tuple(micro_batch.rows for micro_batch in micro_batches)
+        self.split = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
+        self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
         self.bounds = [0, *accumulate(self.rows)]
         self.batch = Rows.of(self.inputs, self.network.batch_axis)
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
@@ -173,17 +173,8 @@ class Experiment:
     def micro_batch(self, index: int) -> Run:
         return self.whole(range(*self.bounds[index : index + 2]))
 
-    def measure(self) -> Finding | None:
-        """Return why the loss cannot be trained in parts, by training's measurement on the whole batch."""
-        check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), self.start.is_16_bit, False)
+    def measure(self) -> str:
+        """Return the sentence of training's measurement of the loss, or an empty string."""
         self.start.begin(self.frozen)
-        return check.measure_cuts(self._cuts(self.bounds), len(self.rows))
-
-    def _cuts(self, bounds: Sequence[int]) -> list[Cut]:
-        """Return the batch with its halves, then each half with its halves, down to the micro batches."""
-        if len(bounds) < 3:
-            return []
-        place = len(bounds) // 2
-        pairs = (bounds[0], bounds[-1]), (bounds[0], bounds[place]), (bounds[place], bounds[-1])
-        whole, first, second = (self.batch.take(range(*pair)) for pair in pairs)
-        return [(whole, first, second), *self._cuts(bounds[: place + 1]), *self._cuts(bounds[place:])]
+        measurement = LossMeasurement(self.network, self.parameters, self.compiles, self.start.is_16_bit)
+        return measurement.measure(self.inputs, self.split.micro_batches, self.split.structure)

@@ -1,0 +1,1 @@
+"""Warnings about trainings that differ from the whole batch. Nothing here changes a training."""
