@@ -451,6 +451,22 @@ class LossMeasurement:
             )
 
 
+def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
+    """Let the error of a micro batch begin with the reason if the network takes the whole batch."""
+    rows = Rows.of(inputs, network.batch_axis)
+    try:
+        with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+            loss = network.loss_of(rows.structure)
+            Eager(loss, False)(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
+    except Exception:
+        return
+    text = (
+        f"For '{_OWNER}', the network takes the {rows.size} rows of the batch, but not the {size} rows of a micro "
+        f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+    )
+    error.args = (f"{network.headed(text)}\n{error}", *error.args[1:])
+
+
 class _Passes:
     """Forward passes of rows from one state of the network, as in training but without Dropout and BatchNorm."""
 

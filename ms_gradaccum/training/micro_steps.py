@@ -9,7 +9,7 @@ from contextlib import suppress
 from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program
+from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program, explain_fixed_rows
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import warn_of_slow_convolutions
@@ -140,11 +140,14 @@ class MicroSteps:
         done, heard = self.events.micro_batches, self.events.heard
         # A callback may raise before the micro step has run once.
         steps[0].has_run = False
+        is_running = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:
                     self.events.tell("on_micro_batch_begin", index, rows)
+                is_running = True
                 outputs.append(step(*tensors))
+                is_running = False
                 self.rounds -= 1
                 if heard:
                     self.events.micro_batch_end(index, rows)
@@ -155,7 +158,9 @@ class MicroSteps:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
             if isinstance(error, Exception):
-                self.network.explain_split(error, inputs)
+                is_explained = self.network.explain_split(error, inputs)
+                if is_running and not (is_explained or self.has_added) and len(steps) > 1:
+                    explain_fixed_rows(self.network, inputs, parts[0][0], error)
             raise
         if self.rounds:
             self.join(self.rounds)
