@@ -265,11 +265,16 @@ class LoopWindow:
         if output.is_updated:
             self.updates += not self.updated
             self.updated = True
-            others = {id(each) for network in self.networks if network is not trained for each in network.optimizers}
             for scheduler in self.schedulers:
-                scheduler.is_due |= id(scheduler.optimizer) not in others
+                scheduler.is_due |= self._follows(scheduler, trained)
         self.events.update_end(output)
         return output
+
+    def _follows(self, scheduler: PreparedScheduler, trained: TrainedNetwork) -> bool:
+        """Return whether a scheduler steps after an update of ``trained``: not if its optimizer made none."""
+        ends = [(end, network is trained) for network in self.networks for end in network.ends]
+        own = [(end, is_own) for end, is_own in ends if end.runs(scheduler.optimizer)]
+        return not own or any(end.has_updated and is_own for end, is_own in own)
 
     def flush(self) -> tuple[StepOutput, ...]:
         self.ends, self.updated = True, False

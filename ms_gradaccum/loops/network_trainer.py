@@ -168,12 +168,14 @@ class TrainedNetwork(Window):
         return loss
 
     def note_step(self) -> None:
-        """Warn of a loop that calls step() without backward(), while parameters have gradients of their own."""
+        """Warn of a loop that calls step(), but has never given gradients."""
         steps = self.micro_steps
-        is_new = steps.events.micro_batches == 0
-        if is_new and any(getattr(each, "grad", None) is not None for each in steps.parameters):
+        if steps.events.micro_batches or steps.events.updates or self.reducers[0].buffer.counts_in_graph:
+            return
+        remedy = "Call accumulator(grads, weight=rows, loss=loss) or accumulator.backward(*batch) for each batch."
+        if any(getattr(each, "grad", None) is not None for each in steps.parameters):
             remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
-            self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
+        self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that does so from the start: it calls step() too late or never."""

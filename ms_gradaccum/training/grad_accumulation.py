@@ -21,6 +21,7 @@ from ms_gradaccum._checks import (
     require,
     warn_in_graph,
 )
+from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
@@ -299,6 +300,12 @@ def _check_inside(network: nn.Cell) -> None:
         require(not name, _OWNER, "network", rule, got, _SPLIT_THEMSELVES.get(name, ""))
         got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
         require(not isinstance(cell, nn.TrainOneStepCell), _OWNER, "network", "a loss cell", got, remedy)
+        if isinstance(cell, OPTIMIZERS):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {type(network).__name__}, which "
+                f"has the optimizer {type(cell).__name__}. Give the loss cell inside it, and the optimizer to the step "
+                f"or the Model."
+            )
         rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
         require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
         is_inside = isinstance(cell, GradCacheLoss) and not isinstance(network, GradCacheLoss)

@@ -199,7 +199,7 @@ class Window:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # Another optimizer may have an overflow.
                     bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
-                self.loss_scale.adjust(outputs[0].is_updated, bad)
+                self.loss_scale.adjust(updated, bad)
             self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
             if self.overflows_in_a_row >= MAX_OVERFLOWS:
                 # No smaller loss scale can repair such a gradient.
