@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.kept_state import as_array
 from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
@@ -100,15 +100,37 @@ class TrainedNetwork(Window):
         rule += "gradients that are reduced in each batch"
         require(fits or not same_batch, _OWNER, "same_batch", rule, True, "Put both losses into one cell.")
 
+    def checked_weight(self, weight: object) -> float | None:
+        """Return the caller's weight of a batch as a number. Raise if its micro batches have weights of their own."""
+        if weight is None:
+            return None
+        network = self.network
+        rule, got, remedy = "", f"{weight}", "Leave it out."
+        if "weight" in network.argument_names:
+            rule, got = "an argument of the network alone, given by position", "it by name"
+            remedy = "A batch has a weight of its own only for networks without it."
+        elif network.is_cached or network.weighted:
+            rule = "left out for a network that returns its weight, or whose loss needs all rows"
+        elif network.micro_size > 1:
+            rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"
+            remedy = "Return (loss_mean, weight), and give weighted='mean' to GradAccumulation."
+        require(not rule, _OWNER, "weight", rule, got, remedy)
+        return check_weight(weight)
+
     def backward(
-        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, same_batch: bool = False
+        self,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        is_last: bool = False,
+        same_batch: bool = False,
+        weight: float | None = None,
     ) -> Tensor:
         """Add one batch, or another loss of the ``same_batch``, and return its mean loss."""
         self._check_same(same_batch)
         buffers, rows = [each.buffer for each in self.reducers], self.micro_steps.rows
         weights = [buffer.weight + 0.0 for buffer in buffers] if same_batch else []
         try:
-            outputs = self.add(args, kwargs, is_last)
+            outputs = self.add(args, kwargs, is_last, weight)
         except BaseException as error:
             self.has_batch = self.goes_on(error)  # The other ranks count it as a batch.
             raise
@@ -145,7 +167,7 @@ class TrainedNetwork(Window):
         if self.several and self.first is None and not self.comes_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
-            self.note_first("gradients", telling)
+            self.note_first("gradients", telling, weight)
         if self.watch.is_on:
             self.watch.end_batch()
         self.has_batch = True
@@ -214,6 +236,11 @@ class BatchMeanLoss(nn.Cell):
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
     return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
+
+
+def check_weight(weight: object) -> float:
+    """Return the weight of a batch as a number."""
+    return check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
 
 
 def _check_rows(same_batch: bool, before: float, rows: float) -> None:

@@ -4,6 +4,7 @@ import functools
 import logging
 import operator
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from mindspore import nn
 
@@ -22,7 +23,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
 from ms_gradaccum.training.loss_check import LossCheck
-from ms_gradaccum.training.micro_step import EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
+from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
 
@@ -31,6 +32,16 @@ _MANY_STRUCTURES = 8
 _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 _LOGGER = logging.getLogger("ms_gradaccum")
+
+
+class StepKind(NamedTuple):
+    """What distinguishes the micro steps of one structure."""
+
+    reduces: bool = False  # True if it reduces the sums.
+    is_empty: bool = False  # True if the caller has given its batch the weight 0.
+
+
+_PLAIN = StepKind()
 
 
 class MicroSteps:
@@ -59,9 +70,9 @@ class MicroSteps:
         self.first_pass: FirstPass | None = None
         if network.is_cached:
             self.first_pass = FirstPass(self.owner, network, self.cell, reducers[0])
-        # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
-        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
-        self.eager: dict[bool, EagerMicroStep] = {}
+        # The keys are the structure of the inputs, nearly always a single one, and the kind of the step.
+        self.by_structure: dict[tuple[Hashable, StepKind], Compiled] = {}
+        self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks may have more micro batches in a batch.
@@ -78,8 +89,11 @@ class MicroSteps:
         first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
-    def run(self, args: Args, kwargs: Kwargs, reduces: bool = False) -> list[Outputs]:
-        """Add one batch and return the outputs of its micro steps. If ``reduces``, the last one reduces the sums."""
+    def run(self, args: Args, kwargs: Kwargs, reduces: bool = False, weight: float | None = None) -> list[Outputs]:
+        """Add one batch and return the outputs of its micro steps. If ``reduces``, the last one reduces the sums.
+
+        The caller's ``weight`` takes the place of the rows of a batch that is not split.
+        """
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
         if eager:
@@ -94,21 +108,33 @@ class MicroSteps:
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
         structure, micro_batches = split
-        step = self._micro_step(structure, micro_batches, eager)
-        start = (step.cell if isinstance(step, Compiled) else step).backward_start
+        kind = StepKind(is_empty=weight == 0.0)
+        step = self._micro_step(structure, micro_batches, eager, kind)
+        start: BackwardStart = (step.cell if isinstance(step, Compiled) else step).backward_start
         # This comes first, because all ranks must send their messages in the same order.
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
-        last = self._micro_step(structure, micro_batches, eager, True) if reduces else step
+        last = self._micro_step(structure, micro_batches, eager, kind._replace(reduces=True)) if reduces else step
         self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
-        parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
-        return self._run_all([step] * (count - 1) + [last], parts, inputs)
+        if weight is not None:
+            self.rows = weight
+            start = start if start == "sum" else "mean"  # The share of the only micro batch, also for 0 / 0.
+            parts = [(rows, (*self.starts(start, weight, weight), *tensors)) for rows, tensors in micro_batches]
+        else:
+            parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
+        return self._run_all([step] * (count - 1) + [last], parts, inputs, weight in (None, batch_rows))
 
     def _run_all(
-        self, steps: Sequence[Compiled | EagerMicroStep], parts: Sequence[tuple[int, Outputs]], inputs: Args
+        self,
+        steps: Sequence[Compiled | EagerMicroStep],
+        parts: Sequence[tuple[int, Outputs]],
+        inputs: Args,
+        counts_rows: bool,
     ) -> list[Outputs]:
         outputs: list[Outputs] = []
-        done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
+        done, heard = self.events.micro_batches, self.events.heard
+        # A loss is measured by rows; of the caller's weights, the first batch shows whether it changes any state.
+        is_measured = not self.loss_check.is_done and (counts_rows or self.loss_check.changes is None)
         if is_measured:
             self.loss_check.before_batch()
         # A callback may raise before the micro step has run once.
@@ -126,7 +152,7 @@ class MicroSteps:
             self.events.micro_batches = done + len(steps)
             if self.first_pass is not None:
                 self.first_pass.check(outputs)
-            if is_measured:
+            if is_measured and counts_rows:
                 self.loss_check.after_batch(len(steps), inputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
@@ -184,25 +210,26 @@ class MicroSteps:
             self.empty_step(NOTHING)
 
     def _micro_step(
-        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, reduces: bool = False
+        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
     ) -> Compiled | EagerMicroStep:
         """Return the callable that runs a micro batch of this structure."""
         if not eager:
-            return self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
-        step = self.eager.get(reduces) or self._build_eager(reduces)
+            return self.by_structure.get((structure, kind)) or self._compiled(structure, micro_batches, kind)
+        step = self.eager.get(kind) or self._build_eager(kind)
         step.begin_batch(structure, len(micro_batches))
         return step
 
-    def _build_eager(self, is_last: bool) -> EagerMicroStep:
+    def _build_eager(self, kind: StepKind) -> EagerMicroStep:
         lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
         rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
         require(lookup is None, self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
-        reduces = is_last and self.reducers[0].overlaps
-        parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, reduces)
-        self.eager[is_last] = EagerMicroStep(self.owner, parts, is_last)
-        return self.eager[is_last]
+        reduces = kind.reduces and self.reducers[0].overlaps
+        loss = self.network.weighted_loss
+        parts = StepParts.of(loss, self.reducers, self.settings, True, reduces, kind.is_empty)
+        self.eager[kind] = EagerMicroStep(self.owner, parts, kind.reduces)
+        return self.eager[kind]
 
-    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
+    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], kind: StepKind) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
@@ -213,19 +240,19 @@ class MicroSteps:
             pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
 
         def build() -> MicroStep:
-            return self._build(self.network.loss_of(structure), pooled, reduces)
+            return self._build(self.network.loss_of(structure), pooled, kind)
 
         compiled = Compiled(build, self.owner, "the network", self.network.network)
-        self.by_structure[structure, reduces] = compiled
-        if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
+        self.by_structure[structure, kind] = compiled
+        if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not any(kind):
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
                 f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors."
             )
         return compiled
 
-    def _build(self, loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, reduces))
+    def _build(self, loss: WeightedLoss, pooled: bool = False, kind: StepKind = _PLAIN) -> MicroStep:
+        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, *kind))
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             like_mode(cell, self.cell)

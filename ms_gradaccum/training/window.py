@@ -102,8 +102,13 @@ class Window:
         self.watch.restart()
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
-        """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums."""
+    def add(
+        self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums.
+
+        A ``weight`` of the caller takes the place of its rows.
+        """
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
@@ -113,7 +118,7 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, reduces)
+            outputs = self.micro_steps.run(args, kwargs, reduces, weight)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:
@@ -122,7 +127,7 @@ class Window:
         finally:
             self._in_use.release()
         self.is_reduced = reduces and self.reducers[0].overlaps
-        self.note_first("batch", (args, kwargs))
+        self.note_first("batch", (args, kwargs), 0.0 if weight is not None else self.micro_steps.rows)
         return outputs
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
@@ -139,11 +144,11 @@ class Window:
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
-    def note_first(self, what: str, inputs: object) -> None:
-        """With several ranks, record the first batch or gradients of this rank."""
+    def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
+        """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
         if self.several and self.first is None:
             tensors, code = Flattened(inputs).tensors, NetworkCode(self.network.network)
-            rows = 0.0 if self.network.weighted else self.micro_steps.rows
+            rows = 0.0 if self.network.weighted else rows
             self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT
 
     def compare_ranks(self) -> None:
