@@ -31,17 +31,15 @@ class OptimizerProgress(nn.Cell):
         has_count = isinstance(getattr(inner, "global_step", None), Tensor)
         self.count = inner.global_step if has_count else Tensor([0])
 
-    def snapshot(self) -> Snapshot | None:
-        """Return what an update would move; None for an optimizer that makes each update. Called by the host."""
-        if not self.may_leave_out:
-            return None
+    def snapshot(self) -> Snapshot:
+        """Return what an update would move. Called by the host."""
         counted = self._counted()
         elements = [] if counted else [few_elements(each).copy() for each in all_parameters(self.optimizer)]
         return Snapshot(counted, elements)
 
-    def has_updated(self, before: Snapshot | None, norm: Tensor, rate: Tensor) -> bool:
+    def has_updated(self, before: Snapshot, norm: Tensor, rate: Tensor) -> bool:
         """Return whether there was an update since ``before``, for a gradient and a rate. Called by the host."""
-        if before is None or self._counted() != before.counted:
+        if self._counted() != before.counted:
             return True
         if before.counted:
             return False

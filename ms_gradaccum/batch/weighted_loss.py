@@ -15,7 +15,7 @@ from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
-_PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss over rows."
+_PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # Values that the compiler leaves to the Python interpreter have neither a type in a graph nor a gradient.
 _OBJECT_REMEDY = (
     "Return a tensor, alone or first in a tuple, that is computed from tensors. In GRAPH mode these turn it into a "

@@ -344,7 +344,7 @@ def _check_losses(losses: _Losses | None, weighted: Weighted, is_cached: bool) -
     if losses is not None:
         remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
         check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
-        rule = "None or 'first' for a network that returns its weight"
+        rule = f"None or 'first' with weighted={weighted}"
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
         require(losses == "first" or not weighted, _OWNER, "losses", rule, "'sum'", remedy)
     return losses

@@ -115,10 +115,10 @@ class PartitionedStep(Step):
             warn(Finding.not_measured("the compiler partitions the whole step").text)
         self.is_called = True
         self.events.tell("on_update_begin")
-        before = self.progress.snapshot()
+        before = self.progress.snapshot() if self.progress.may_leave_out else None
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
-        if not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
+        if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
             output = output._replace(updated=Tensor(False))
         if self.events.heard:  # Otherwise do not wait for the device.
             self.events.update_end(output)

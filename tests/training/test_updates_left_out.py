@@ -22,10 +22,6 @@ def data():
     return [(Tensor(each), Tensor(each @ truth)) for each in inputs]
 
 
-def norm_of(grads):
-    return ops.sqrt(ops.addn([ops.square(each).sum() for each in grads]))
-
-
 class SkipLarge(nn.Optimizer):
     """An optimizer around another one."""
 
@@ -34,7 +30,7 @@ class SkipLarge(nn.Optimizer):
         self.inner = inner
 
     def construct(self, grads):
-        norm = norm_of(grads)
+        norm = ops.sqrt(ops.addn([ops.square(each).sum() for each in grads]))
         if norm < LIMIT:
             self.inner(grads)
         return norm
@@ -44,7 +40,7 @@ class SkippingMomentum(nn.Momentum):
     """The same by a subclass."""
 
     def construct(self, grads):
-        norm = norm_of(grads)
+        norm = ops.sqrt(ops.addn([ops.square(each).sum() for each in grads]))
         if norm < LIMIT:
             super().construct(grads)
         return norm
