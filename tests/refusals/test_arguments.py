@@ -149,8 +149,8 @@ WRONG = {
             TypeError,
             lambda value=value: GradAccumulation(loss_cell(), 2, weighted=value),
             ("GradAccumulation", "weighted"),
-            f"a bool or 'mean', but got {typed(value)}. True is for a network that returns (loss_sum, weight), 'mean' for "
-            "(loss_mean, weight).",
+            f"a bool or 'mean', but got {typed(value)}. True is for a network that returns (loss_sum, weight), "
+            "'mean' for (loss_mean, weight).",
         )
         for value in (1, None)
     },

@@ -62,8 +62,8 @@ def verify(
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation ``None`` or its own number.
 
     Keyword Args:
-        weighted (Union[bool, str]), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; not for a
-            `network` that is one. Default: ``False`` and ``0``.
+        weighted (Union[bool, str]), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; not
+            for a `network` that is one. Default: ``False`` and ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
             parameters and inputs and returns the mean loss. Only a reference reveals a loss that is divided by the
             number of micro batches. Default: ``None``.
