@@ -8,7 +8,7 @@ usage() {
 ./run.sh           train the sample (the same as ./run.sh sample)
 ./run.sh sample NAME
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
-                   mixed_precision, contrastive, sharded_llama
+                   mixed_precision, contrastive
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh quick     the tests that tests/quick.txt lists, in 3 to 4 minutes on one core; more arguments go to pytest.
                    With PYTHON=python3.12 or MINDSPORE=2.7.2 or both: in an environment of its own, with these
@@ -75,7 +75,7 @@ prepare() {
     if [[ $name == pinned || $name == test ]]; then groups+=(--group "$name"); else extras+=,$name; fi
   done
   make_venv "$venv"
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc | cksum)
+  wanted=$(cat pyproject.toml setup.py | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     local install=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet)
@@ -115,7 +115,7 @@ prepare_peers() {
 prepare_clients() {
   local wanted stamp=.venv-clients/installed
   make_venv .venv-clients
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc clients/*.txt | cksum)
+  wanted=$(cat pyproject.toml setup.py clients/*.txt | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)

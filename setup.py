@@ -2,7 +2,7 @@ import os
 import re
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import setup
 
 ROOT = Path(__file__).parent
 (VERSION,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M)
@@ -26,19 +26,9 @@ def description() -> str:
 pages = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
 urls = {name: f"{URL}/blob/v{VERSION}/{page}" for name, page in pages.items()}
 
-# Not a module but a library of functions. Without a C++ compiler the package works as well, but is slower on CPU.
-kernels = Extension(
-    "ms_gradaccum.backend._kernels",
-    ["ms_gradaccum/backend/kernels.cc"],
-    extra_compile_args=["-O3"],
-    extra_link_args=["-s"],
-    optional=True,
-)
-
 setup(
     version=VERSION,
     long_description=description(),
     long_description_content_type="text/markdown",
     project_urls={"Source": URL, "Issues": f"{URL}/issues", **urls} if URL else {},
-    ext_modules=[kernels],
 )

@@ -1,6 +1,6 @@
-"""A layer or two of a Llama of 1 billion parameters, for ``simulate``. What they send is in docs/team.md.
+"""A layer or two of a Llama of 1 billion parameters, compiled for 8 devices. What they send is in docs/team.md.
 
-KIND=hsdp LAYERS=2 python -m ms_gradaccum simulate benchmarks/llama_layers.py:build --devices 8
+KIND=hsdp LAYERS=2 PYTHONPATH=tests/support python benchmarks/llama_layers.py
 """
 
 import os
@@ -65,3 +65,9 @@ def build():
         loss_net.hsdp(shard_size=8)
     x = np.zeros((8 * 8, 16, WIDTH), np.float32)
     return Model(loss_net, optimizer=optimizer), (Tensor(x),)
+
+
+if __name__ == "__main__":
+    from simulation.simulate import simulate
+
+    print(simulate(f"{__file__}:build", 8).ours)

@@ -3,7 +3,7 @@
 python benchmarks/semi_auto.py                      # Dense layers: 200, 400 and 1,000 parameter tensors on 2 devices
 python benchmarks/semi_auto.py --cases llama        # a network of Llama's shape on 8 devices
 
-Each case is a job of its own. The targets are GPUs that need not be there; see docs/simulate.md.
+Each case is a job of its own. The targets are GPUs that need not be there.
 """
 
 import argparse
@@ -20,10 +20,11 @@ from mindspore import Tensor, lazy_inline, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 from windows import versions
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell, simulate
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
-sys.path.append(str(Path(__file__).parents[1] / "sample_code" / "sharded_llama"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("distributed", "support")]
 from llama import LazyLlamaLoss, Llama, tokens_of  # noqa: E402
+from simulation.simulate import simulate  # noqa: E402
 
 # The case that the processes build, as JSON.
 _CASE = "MS_GRADACCUM_BENCHMARK_CASE"

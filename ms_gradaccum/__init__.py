@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ms_gradaccum.tools.reporting.progress_bar import ProgressBar as ProgressBar
     from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
     from ms_gradaccum.tools.reporting.step_report import StepReporter as StepReporter
-    from ms_gradaccum.tools.simulation.report import Simulation as Simulation
-    from ms_gradaccum.tools.simulation.simulate import simulate as simulate
     from ms_gradaccum.tools.verification.report import CompileReport as CompileReport
     from ms_gradaccum.tools.verification.report import ParameterDifference as ParameterDifference
     from ms_gradaccum.tools.verification.report import VerifyReport as VerifyReport
@@ -63,8 +61,6 @@ _NAMES = {
     "tools.reporting.metrics_logger": "MetricsLogger",
     "tools.reporting.progress_bar": "ProgressBar",
     "tools.reporting.step_report": "StepReport StepReporter",
-    "tools.simulation.report": "Simulation",
-    "tools.simulation.simulate": "simulate",
     "tools.verification.report": "CompileReport ParameterDifference VerifyReport",
     "tools.verification.verify": "verify",
     "training.events": "StepEvent",

@@ -45,13 +45,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--memory-limit", required=True, metavar="SIZE", help="limit of a training, such as 4GiB; required")
     option("--timeout", type=float, default=600.0, metavar="SECONDS", help="limit of one process; default: %(default)g")
 
-    option = add("simulate", "compile a step for several devices on this machine", "train.py:build --devices 8 --run")
-    option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
-    option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
-    option("--run", action="store_true", help="train three updates on as many CPU processes; default: compile only")
-    option("--json", metavar="FILE", help="a file for JSON, - for standard output; default: none, a table is printed")
-    option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="limit of all of it; default: %(default)g")
-
     option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
     option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
@@ -66,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {
         "test": (_test, "self_test.self_test"),
         "micro-size": (_micro_size, "micro_size_finder"),
-        "simulate": (_simulate, "simulation.simulate"),
         "plot": (_plot, "reporting.run_plot"),
         "env": (_env, "environment"),
     }
@@ -109,17 +101,6 @@ def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
     except MemoryError as error:
         print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
         return 1
-    return 0
-
-
-def _simulate(args: argparse.Namespace, simulation: ModuleType) -> int:
-    """Print the table or JSON, and a progress line."""
-    found = simulation.simulate(args.build, args.devices, run=args.run, timeout=args.timeout)
-    text = json.dumps(found.to_dict(), indent=2)
-    # Print the results before writing them, since the file may fail after a long run.
-    print(text if args.json == "-" else found)
-    if args.json not in (None, "-"):
-        Path(args.json).write_text(text + "\n")
     return 0
 
 

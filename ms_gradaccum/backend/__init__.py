@@ -1,1 +1,1 @@
-"""Adapters to MindSpore's compiler, optimizers, devices and CPU kernels."""
+"""Adapters to MindSpore's compiler, optimizers and devices."""

@@ -262,11 +262,6 @@ def forget_passes() -> None:
     _pynative_executor.set_grad_flag(records)
 
 
-def wait() -> None:
-    """Sleep until all PYNATIVE operators are done. Before some operators, MindSpore would wait in a busy loop."""
-    _pynative_executor.sync()
-
-
 def graph_mode() -> AbstractContextManager[None]:
     """Switch to GRAPH mode and back."""
     return execution_mode(ms.GRAPH_MODE)

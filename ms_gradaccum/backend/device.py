@@ -1,11 +1,11 @@
-"""The device that cells are built for, and settings of MindSpore's CPU kernels: threads and instruction set.
+"""The device that cells are built for, and what differs by device.
 
-With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions.
+With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions on CPU.
 """
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
@@ -13,17 +13,12 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import op_by_op
-from ms_gradaccum.backend.kernels import MOST_CORES, cores
 
 _stand_in_for: str | None = None  # The device to build for, in a simulation.
-# On machines with few cores, MindSpore runs graphs of at most this many kernels in the calling thread.
-_MOST_KERNELS = 100
-# The condition costs 0.3 to 1 ms. It is worth that from this many multiplications per core on (about 3 ms).
-_LEAST_WORK = 16e6
-_ROWS_OF_ADDING = 16  # Adding a weight's gradient takes as long as computing it for this many rows.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
 REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program starts."
 # oneDNN 2, in earlier versions of MindSpore, is not affected.
@@ -65,26 +60,22 @@ def clamps_overflow() -> bool:
         return bool(np.isfinite((largest + largest).asnumpy()))
 
 
-def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, object]) -> bool:
-    """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements."""
-    # A calling thread that runs the graph does not help multi-threaded kernels: it spins until they end, as one thread
-    # more than there are cores. The results are equal bit for bit. `positions` is the number of uses of each weight:
-    # rows, or pixels for convolutions.
-    fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
-    if fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive":
-        return False  # The OpenMP threads of fused kernels spin beside the thread pool.
-    is_small = 2 * len(parameters) <= _MOST_KERNELS  # One kernel for a gradient, one for its sum.
-    if not is_small or ms.get_context("device_target") != "CPU" or not 1 < cores() <= MOST_CORES:
-        return False
-    elements = sum(int(parameter.size) for parameter in parameters)
-    return elements * (positions + _ROWS_OF_ADDING) >= _LEAST_WORK * cores()
+def cores() -> int:
+    """Return how many cores the process may use."""
+    # macOS and Windows do not have this function.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def with_condition(number: Tensor) -> Tensor:
-    """Return a non-negative number through a condition, because MindSpore's thread pool runs graphs with conditions."""
-    if number < 0.0:
-        number = number + 0.0
-    return number
+@_primexpr
+def _runs_on_cpu() -> bool:
+    return bool(ms.get_context("device_target") == "CPU")
+
+
+def spread(number: Tensor, like: Parameter) -> Tensor:
+    """Return a tensor with the shape of ``like``, filled with ``number``."""
+    # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
+    # ops.broadcast_to would take much longer to compile.
+    return ops.FillV2()(like.shape, number) if _runs_on_cpu() else ops.BroadcastTo(like.shape)(number)
 
 
 def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
@@ -97,11 +88,6 @@ def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
 
 def has_convolutions(network: nn.Cell) -> bool:
     return any(isinstance(cell, _CELLS) for _, cell in network.cells_and_names())
-
-
-def pixels(tensors: Sequence[Tensor]) -> int:
-    """Return the number of pixels, over all rows, of the largest tensor of shape `(rows, channels, ...)`."""
-    return max((tensor.size // max(tensor.shape[1], 1) for tensor in tensors if tensor.ndim > 2), default=0)
 
 
 def are_slow() -> bool:

@@ -1,4 +1,4 @@
-"""Whether a user's optimizer has made the update that it was called for: one around another may leave out a spike."""
+"""Progress of an optimizer: a user's optimizer around another one may leave out the update of a spike."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from ms_gradaccum.backend.tensors import Done
 
 
 class Snapshot(NamedTuple):
-    """What an update moves, before it."""
+    """A record of what an update moves, before it."""
 
     counted: int  # The updates that the optimizer has counted; 0 for one without a count.
     elements: list[Array]  # A few elements of each weight and state; none where the count is enough.

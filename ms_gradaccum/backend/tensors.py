@@ -61,6 +61,8 @@ def _pick(items: tuple[Tensor, ...], index: int) -> Tensor:
 
 # Apply a function to each tensor of a tuple, or to the matching tensors of several tuples, in a graph too.
 map_tensors: Callable[..., tuple[Tensor, ...]] = ops.HyperMap()
+# The same, for the last tensor first.
+map_backwards: Callable[..., tuple[Tensor, ...]] = ops.HyperMap(reverse=True)
 
 
 def pick(items: tuple[Tensor, ...], indices: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
-from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.arithmetic import as_dtype
 
 _OWNER = "ContrastiveLoss"
 # A graph contains a copy of the loop's body for each block.

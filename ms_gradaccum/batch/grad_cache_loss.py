@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import Settled, check_cell, check_construct, check_int, require
-from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 

@@ -8,7 +8,6 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import Settled, argument_error, check_int, require
-from ms_gradaccum.backend.kernels import fits_kernels, replay_mask
 
 _OWNER = "ReplayDropout"
 # Odd constants of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
@@ -25,7 +24,7 @@ class ReplayDropout(Settled, nn.Cell):
     :class:`GradCacheLoss` resets it before its second pass, which then draws the same masks. MindSpore's own Dropout
     does not allow this, since its random state on CPU cannot be reset.
 
-    On CPU, a custom kernel computes float32 masks. Otherwise a mask takes about fifteen integer operators.
+    A mask takes about fifteen integer operators.
 
     Args:
         p (float): The probability of a zero, at least 0 and below 1. Default: ``0.5``.
@@ -77,7 +76,6 @@ class ReplayDropout(Settled, nn.Cell):
         self.seed = Parameter(Tensor(seed, ms.int32), name="seed", requires_grad=False)
         # Hashes are below 2 ** 24. An element with a hash of at least this number is kept.
         self.kept_from = round(self.p * 2**_BITS)
-        self.bound = Tensor(self.kept_from, ms.int32)
         self.cumulate = ops.CumSum()
         self._is_built = True
 
@@ -88,9 +86,6 @@ class ReplayDropout(Settled, nn.Cell):
         seed = self.seed + 0
         counted = ops.assign_add(self.seed, Tensor(1, ms.int32))
         seed = ops.depend(seed, counted)
-        if fits_kernels(x.dtype):
-            factor = Tensor(1 / (1 - self.p), ms.float32)
-            return x * ops.stop_gradient(replay_mask(ops.stop_gradient(x), seed, self.bound, factor))
         # The seed itself is hashed first, because otherwise consecutive seeds would give shifted masks.
         draws = self._hashed(ops.bitwise_xor(self._places(x, seed), self._hashed(seed, seed)), seed)
         draws = ops.bitwise_and(draws, Tensor(2**_BITS - 1, ms.int32))

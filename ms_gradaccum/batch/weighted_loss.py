@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
 

@@ -12,9 +12,10 @@ from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import fail_in_graph
+from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_each_in_place
 from ms_gradaccum.backend.compiled import number_of, numbered
-from ms_gradaccum.backend.kernels import Tensors, add_each_in_place, add_in_place, as_dtype, fill_each_in_place, spread
-from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
+from ms_gradaccum.backend.device import spread
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_backwards, map_tensors
 
 
 class WindowTotals(NamedTuple):
@@ -88,7 +89,8 @@ class GradientBuffer(nn.Cell):
     def add(self, loss_sum: Tensor, weight: Tensor, grads: Tensors, factor: Tensor) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # Add the last gradient first: a backward pass computes it first, and its memory is freed once it is added.
-        return add_each_in_place(self.add_one, factor, tuple(self.sums), grads), *self.add_totals(loss_sum, weight)
+        sums = map_backwards(ops.partial(self.add_one, factor), tuple(self.sums), grads)
+        return sums, *self.add_totals(loss_sum, weight)
 
     def add_totals(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Add the loss and the weight of one micro batch, and return their sums."""

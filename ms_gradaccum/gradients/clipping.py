@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, check_positive_float32, require
-from ms_gradaccum.backend.kernels import ONE, as_dtype, scale, squares_of_each
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
 Grads = tuple[Tensor, ...]

@@ -15,7 +15,6 @@ from mindspore.ops import functional as F
 from ms_gradaccum._checks import (
     Settled,
     Uncopied,
-    check_bool,
     check_choice,
     check_type,
     refuse_unknown,
@@ -23,7 +22,7 @@ from ms_gradaccum._checks import (
     typed,
     warn_in_graph,
 )
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
@@ -271,7 +270,6 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         self,
         *args: object,
         network: nn.Cell | None = None,
-        same_batch: bool = False,
         weight: float | Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
@@ -283,23 +281,20 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         Args:
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
-            same_batch (bool): Whether this is another loss of the previous batch in the same ``accumulate()``, with as
-                many rows. Its mean is added, and its rows do not count again. Default: ``False``.
             weight (Union[int, float, Tensor, None]): Weight of this batch in place of its rows, for a network that
                 returns a mean over something else: its number of tokens, or 0 for a batch without any. The batch must
                 not be split: micro batches have weights of their own. Default: ``None``.
         """
         trained = only_of(self.windows, network)
-        check_bool(_OWNER, "same_batch", same_batch, "True adds another loss of the same rows.")
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs:
             number = self.window.weight_of(weight, trained)
-            with self.window.batch_of(trained, same_batch):
+            with self.window.batch_of(trained):
                 self.window.recognise((args, kwargs), number)
-                return trained.backward_of(args[0], number, same_batch)
+                return trained.backward_of(args[0], number)
         given = trained.checked_weight(weight)
-        with self.window.batch_of(trained, same_batch):
+        with self.window.batch_of(trained):
             self.window.recognise((args, kwargs))
-            return trained.backward(args, kwargs, self.window.ends, same_batch, given)
+            return trained.backward(args, kwargs, self.window.ends, given)
 
     def __call__(
         self,

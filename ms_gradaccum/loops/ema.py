@@ -9,8 +9,8 @@ from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_number, check_positive_float, require
+from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
 from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
@@ -42,7 +42,6 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         warmup_updates (Union[int, float]): Number of updates in which the decay grows to 63 % of `decay`; 0 for no
             growth. Default: ``2000``.
         trainable_only (bool): Whether BatchNorm's statistics and the like are left out. Default: ``True``.
-        evaluate (bool): Whether ``Model.fit`` and ``Model.eval`` with it evaluate the averages. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -72,9 +71,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
     values: tuple[Parameter, ...] = ()  # Their averages.
     kept: tuple[Tensor, ...] = ()  # Their values while the averages are in the network.
 
-    def __init__(
-        self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True, evaluate: bool = True
-    ) -> None:
+    def __init__(self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True) -> None:
         super().__init__(auto_prefix=False)
         remedy = "0.9999 is usual: an average over some 10000 updates."
         self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
@@ -84,7 +81,6 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
         self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
-        self.evaluate = check_bool(_OWNER, "evaluate", evaluate, "The default is True.")
         self._evaluation = ExitStack()  # Restores the weights after an evaluation.
         self._is_built = True
 
@@ -179,8 +175,6 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.start()  # A graph does not announce its updates.
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        if not self.evaluate:
-            return
         if not self.weights:
             self.start()
         own = {*map(id, self.weights)} & {*map(id, run_context.original_args().eval_network.get_parameters())}

@@ -33,7 +33,6 @@ class LoopWindow:
     batches = 0  # Number of batches in the window, the current one included. The buffers store it, too.
     steps = 0  # Number of batches of a full window; 0 until the next batch decides it.
     updates = 0  # Number of updates made.
-    is_saved = False  # True if a state was saved in the current batch, so that no further loss may follow.
     _has_warned_of_rows = _has_warned_of_open = False
     # The number of open no_sync() contexts, and whether the current batch has begun inside one.
     withheld, _is_withheld = 0, False
@@ -116,7 +115,7 @@ class LoopWindow:
         self._count_batch([] if join is not None else self.passes.coming(), join)
         for trained in self.networks:
             trained.begin_batch(self.ends)
-        self.updated = self.is_saved = False
+        self.updated = False
         self.events.batches += 1
 
     def _count_batch(self, batches: list[Handed], join: tuple[bool, int] | None = None) -> None:
@@ -174,34 +173,19 @@ class LoopWindow:
             self.batches = 1
 
     @contextmanager
-    def batch_of(self, trained: TrainedNetwork, same_batch: bool = False) -> Iterator[None]:
-        """Context in which one network adds its batch, or another loss of it. Outside `batch` it begins one."""
+    def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
+        """Context in which one network adds its batch. Outside `batch` it begins one."""
         if not self.in_batch and len(self.networks) > 1:
             remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
             raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
-            trained.check_order(same_batch, self.is_saved)
-            trained.is_counted = same_batch
+            trained.check_order()
             try:
                 yield
-            except BaseException as error:
-                if same_batch:
-                    self._drop_half(trained, trained.goes_on(error))
-                raise
             finally:
                 if trained.has_batch:
                     # Written at the end of the batch, which may have updated and cleared the buffers by then.
                     trained.count.set(self.batches, writes=False)
-
-    def _drop_half(self, trained: TrainedNetwork, goes_on: bool) -> None:
-        """Discard a window after a failed loss, because a batch must not be trained with only some of its losses."""
-        if trained.is_open:
-            trained.discard(for_all=True)
-            check.warn_of_dropped(_OWNER, self.batches - 1)
-        is_empty = not (self.is_open or goes_on)
-        trained.has_batch = is_empty or goes_on
-        if is_empty:
-            self.batches = 0
 
     def weight_of(self, weight: object, trained: TrainedNetwork) -> float:
         """Return the weight of a batch: the given one or the rows that a prepared dataset knows; or warn."""
@@ -258,7 +242,6 @@ class LoopWindow:
             raise disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
         if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
             raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
-        self.is_saved = self.in_batch
 
     def step(self, trained: TrainedNetwork, clip: nn.Cell | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""

@@ -12,11 +12,10 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
+from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.kept_state import as_array
-from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
-from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -68,7 +67,6 @@ class TrainedNetwork(Window):
         self.mistakes: Counter[str] = Counter()
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
-        self.at_once = self.add_grads_cell.fits_kernels()
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
     def begin_batch(self, is_last: bool) -> None:
@@ -78,27 +76,14 @@ class TrainedNetwork(Window):
             self.micro_steps.jit_parts.follow()
         self.reducers[0].begin_micro_batch(is_last)
 
-    def check_order(self, same_batch: bool, is_saved: bool) -> None:
-        """Raise for a backward pass at a wrong moment. ``is_saved``: the current batch is in a saved state."""
-        if self.has_batch and not same_batch:
-            remedy = "Give same_batch=True for another loss of the same rows, or write one 'with' per micro batch."
+    def check_order(self) -> None:
+        """Raise for a backward pass at a wrong moment."""
+        if self.has_batch:
+            remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
             raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-        if same_batch and (is_saved or not (self.has_batch and self.is_open)):
-            got = "a saved state in between" if is_saved else "none in the open window"
-            remedy = "Leave it out for the first loss in accumulate(); step, drop and save after the last one."
-            raise disorder("same_batch=True must follow another loss of its batch", got, remedy)
         if self.outputs is not None:
             remedy = "The norm is that of the whole window, this batch included."
             raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
-
-    def _check_same(self, same_batch: bool) -> None:
-        """Raise for another loss of a batch if its weight is not its number of rows, or if ranks wait per batch."""
-        loss, first = self.network.weighted_loss, self.reducers[0]
-        at_once = first.every_batch or self.comes_reduced or self.settings.drop_non_finite
-        fits = loss.counts_rows and not (loss.is_cached or at_once or first.buffer.other_losses is not None)
-        rule = "False for a loss with a weight of its own, several losses, GradCacheLoss, bad_micro_batch='drop', and "
-        rule += "gradients that are reduced in each batch"
-        require(fits or not same_batch, _OWNER, "same_batch", rule, True, "Put both losses into one cell.")
 
     def checked_weight(self, weight: object) -> float | None:
         """Return the caller's weight of a batch as a number. Raise if its micro batches have weights of their own."""
@@ -118,52 +103,34 @@ class TrainedNetwork(Window):
         return check_weight(weight)
 
     def backward(
-        self,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        is_last: bool = False,
-        same_batch: bool = False,
-        weight: float | None = None,
+        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, weight: float | None = None
     ) -> Tensor:
-        """Add one batch, or another loss of the ``same_batch``, and return its mean loss."""
-        self._check_same(same_batch)
-        buffers, rows = [each.buffer for each in self.reducers], self.micro_steps.rows
-        weights = [buffer.weight + 0.0 for buffer in buffers] if same_batch else []
+        """Add one batch, and return its mean loss."""
         try:
             outputs = self.add(args, kwargs, is_last, weight)
         except BaseException as error:
             self.has_batch = self.goes_on(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
-        _check_rows(same_batch, rows, self.micro_steps.rows)
-        for buffer, weight in zip(buffers, weights):
-            assign_in_place(buffer.weight, weight)  # A compiled loop would use the old memory.
         loss: Tensor = outputs[0][0]
         if self.micro_steps.gives_mean:
             return as_dtype(loss + 0.0 if isinstance(loss, Parameter) else loss, ms.float32)
         loss = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
-    def add_grads(self, grads: object, weight: float, loss: object, factor: float, same_batch: bool = False) -> None:
-        """Add one batch, or another loss of the ``same_batch``, with gradients that the caller has computed."""
+    def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
+        """Add one batch with gradients that the caller has computed."""
         number = check_loss(_OWNER, loss)
-        _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
         if self.watch.is_on:
             self.watch.begin_batch()
-        counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         if self.watch.is_on and self.settings.accumulation_steps > 1:
             self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        if self.at_once and runs_eagerly(self.settings.compiles) and fits_kernels(*(grad.dtype for grad in added)):
-            if factor:  # A mean over nothing is 0 / 0.
-                numbers = [Tensor(each, ms.float32) for each in (factor, number, counted / factor)]
-                self.add_grads_cell.add_at_once(*numbers, *added)
-        else:
-            numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, counted)]
-            self.run_add_grads(*numbers, *added)
+        numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
+        self.run_add_grads(*numbers, *added)
         if self.several and self.first is None and not self.comes_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
@@ -174,11 +141,10 @@ class TrainedNetwork(Window):
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)
 
-    def backward_of(self, loss: Any, weight: float, same_batch: bool) -> Tensor:
+    def backward_of(self, loss: Any, weight: float) -> Tensor:
         """Run the backward pass of a tensor, and add the gradients that it stores in the parameters."""
         rule, remedy = "a batch, as the network takes it", "Call backward(*batch), which returns the loss."
         require(hasattr(loss, "backward"), _OWNER, "args", rule, "one number", remedy, TypeError)
-        self._check_same(same_batch)
         parameters = self.micro_steps.parameters
         for parameter in parameters:
             parameter.grad = None
@@ -186,7 +152,7 @@ class TrainedNetwork(Window):
         grads = tuple(ops.zeros_like(each) if each.grad is None else each.grad for each in parameters)
         for parameter in parameters:
             parameter.grad = None
-        self.add_grads(grads, weight, loss, weight, same_batch)
+        self.add_grads(grads, weight, loss, weight)
         return loss
 
     def note_step(self) -> None:
@@ -234,18 +200,13 @@ class BatchMeanLoss(nn.Cell):
         return ops.cast(total * reciprocal(weight), ms.float32)
 
 
-def disorder(rule: str, got: str, remedy: str) -> Exception:
-    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
-
-
 def check_weight(weight: object) -> float:
     """Return the weight of a batch as a number."""
     return check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
 
 
-def _check_rows(same_batch: bool, before: float, rows: float) -> None:
-    rule, remedy = "True for as many rows as the loss before", "Put losses of other rows into one cell."
-    require(not same_batch or rows == before, _OWNER, "same_batch", rule, f"{rows:g} after {before:g}", remedy)
+def disorder(rule: str, got: str, remedy: str) -> Exception:
+    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
 
 
 def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | None:
@@ -254,9 +215,6 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
         rule, got = "for a loop whose micro batches are run one by one", "AutoParallel on this device"
         remedy = "Use TrainOneStepCell or Model: the compiler partitions a whole step."
         raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
-    overlaps = isinstance(kind, DataParallel) and kind.overlap
-    remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
-    require(not overlaps, _OWNER, "parallel", "one without overlap", repr(kind), remedy)
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):

@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
-from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.parallel.layout import Bucket, Cuts, Ranks

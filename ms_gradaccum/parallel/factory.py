@@ -1,15 +1,11 @@
 """Build the gradient reducers for the argument ``parallel``, after the processes of the job have compared settings."""
 
 import functools
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn
-from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
-from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
@@ -18,7 +14,6 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.kept_state import constants_of
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
-from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
@@ -31,15 +26,8 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
-# Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
-_TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
-# Attributes of every cell, attributes that may differ by rank, and duplicates.
-_SKIPPED = frozenset(
-    (*vars(nn.Cell()), "optim_filter", "claim_number")
-    + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
-)
-_WITH_SETTINGS = (LearningRateSchedule, nn.Optimizer, ExperimentalOptimizer)
-_MANY = 16  # Longer arrays are described by their hash.
+# Attributes of every cell, those that this package sets, and what a weight decay implies.
+_SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
@@ -167,12 +155,10 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
         name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
         settings[name] = type(optimizer).__name__
         settings |= {f"{name}.parameters[{i}]": each.name for i, each in enumerate(optimizer.parameters)}
-        _describe_cell(name, optimizer, settings)
+        settings |= {f"{name}.{key}": value for key, value in _numbers_of(optimizer).items()}
     for name, cell in network.cells_and_names():
         place = f"network.{name}" if name else "network"
         settings[place] = type(cell).__name__
-        if isinstance(cell, nn.LossBase):
-            _describe_cell(place, cell, settings)
     parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
     shapes = {
         f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"
@@ -182,42 +168,18 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     check_agreement(owner, settings | shapes)
 
 
-def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
-    """Record the class of a cell and the plain numbers among its attributes."""
-    found[place] = type(cell).__name__
-    attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
-    for name, value in attributes.items():
-        # A cell may store its rank.
-        if not name.startswith("_") and name not in _SKIPPED and "rank" not in name:
-            is_table = isinstance(cell, LearningRateSchedule)
-            _describe(f"{place}.{name}", value, is_table or name in _TUNED, found)
-
-
-def _describe(place: str, value: object, tuned: bool, found: dict[str, object]) -> None:
-    """Record the numbers in ``value``. Parameters and cells hold settings only if they are ``tuned``."""
-    if isinstance(value, (bool, int, float, str)):
-        found[place] = value
-    elif isinstance(value, (Tensor, np.ndarray, np.generic)):
-        if tuned or not isinstance(value, Parameter):
-            found[place] = _numbers(value.asnumpy() if isinstance(value, Tensor) else np.asarray(value))
-    elif isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float)) for item in value):
-        found[place] = _numbers(np.array(value))
-    elif isinstance(value, (list, tuple)) and not isinstance(value, nn.Cell):
-        for index, item in enumerate(value):
-            _describe(f"{place}[{index}]", item, tuned, found)
-    elif isinstance(value, dict):
-        for key in filter(lambda key: isinstance(key, str), value):
-            _describe(f"{place}.{key}", value[key], key in _TUNED, found)
-    elif isinstance(value, _WITH_SETTINGS) or (tuned and isinstance(value, nn.Cell)):
-        _describe_cell(place, value, found)
-
-
-def _numbers(array: Array) -> object:
-    if array.size > _MANY:
-        return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
-    # Compare digits, because a float32 has other digits as a double.
-    numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
-    return numbers[0] if array.ndim == 0 else numbers
+def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
+    """Return the numbers among the attributes of an optimizer: with HSDP, no parameter would show other ones."""
+    found: dict[str, object] = {}
+    for name, value in vars(optimizer).items():
+        # An optimizer may store its rank.
+        if name.startswith("_") or name in _SKIPPED or "rank" in name:
+            continue
+        if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.ndim == 0:
+            found[name] = str(value.asnumpy())  # A float32 has other digits as a double.
+        elif isinstance(value, (bool, int, float)):
+            found[name] = value
+    return found
 
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:

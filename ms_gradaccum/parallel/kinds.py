@@ -19,16 +19,12 @@ class DataParallel:
         sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead, and to shard
             sums and optimizer as ``HSDP(threshold=0, optimizer_level="level2")`` does. The name is that of Hugging Face
             Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
-        overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
-            pass goes on, as PyTorch's DistributedDataParallel does. A compiled network needs one more graph for it; op
-            by op, on Ascend, it needs the memory of the messages. It gains nothing on GPU. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 
     Raises:
         TypeError: If an argument is not a bool.
-        ValueError: If `overlap` is set together with `sync_each_batch`. Later, if an :class:`Accumulator`, which
-            reduces in `step()`, gets `overlap`, or if an optimizer looks at whole parameters, with `sync_each_batch`.
+        ValueError: Later, if an optimizer looks at whole parameters, with `sync_each_batch`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -36,19 +32,16 @@ class DataParallel:
     Examples:
         >>> from ms_gradaccum import DataParallel
         >>> print(DataParallel(sync_each_batch=True))
-        DataParallel(sync_each_batch=True, overlap=False, check_weights=False)
+        DataParallel(sync_each_batch=True, check_weights=False)
     """
 
     sync_each_batch: bool = False
-    overlap: bool = False
     check_weights: bool = False
     threshold: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        for name in ("sync_each_batch", "overlap", "check_weights"):
+        for name in ("sync_each_batch", "check_weights"):
             check_bool("DataParallel", name, getattr(self, name), "The default is False.")
-        clash, remedy = self.sync_each_batch and self.overlap, "Each micro batch sends its gradients already."
-        require(not clash, "DataParallel", "overlap", "False with sync_each_batch", True, remedy)
 
     @property
     def shard_size(self) -> int:

@@ -1,7 +1,4 @@
-"""The layout of messages: which tensors are sharded, and which are sent together. This file does not communicate.
-
-The communicating cells are built from a `Layout`, and its `messages()` lists what they send.
-"""
+"""The layout of messages: which tensors are sharded, and which are sent together. This file does not communicate."""
 
 import math
 from collections.abc import Sequence
@@ -21,31 +18,6 @@ BUCKET_SIZE = 4 * 1024 * 1024
 _FLOAT = 4  # Bytes of a float32 number.
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-class Message(NamedTuple):
-    """One collective operator: its class in ``mindspore.ops``, its number of ranks, and the bytes per rank."""
-
-    operator: str
-    ranks: int
-    nbytes: int
-
-
-Messages = tuple[Message, ...]
-_NONE: Messages = ()
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The messages that each rank sends, in their order."""
-
-    per_micro_batch: Messages = ()  # Gradients, if the ranks share the sums.
-    per_batch: Messages = ()  # The number of micro batches, sent first, if these communicate.
-    per_update: Messages = ()
-
-    def of_window(self, batches: int, micro_batches: int) -> Messages:
-        """Return the messages of a window with these total numbers of batches and micro batches."""
-        return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
 
 
 class Ranks(NamedTuple):
@@ -76,24 +48,6 @@ class Ranks(NamedTuple):
         # There MindSpore 2.10 puts them on a stream of their own, where they do not wait for the values that they send.
         return self.device_target != "GPU"
 
-    def _message(self, operator: str, nbytes: int) -> Messages:
-        return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
-
-    def all_reduce(self, elements: int, itemsize: int = _FLOAT) -> Messages:
-        """Return the messages that all-reduce ``elements`` numbers of ``itemsize`` bytes."""
-        if self.reduces:
-            return self._message("AllReduce", elements * itemsize)
-        part = -(-elements // self.size) * itemsize
-        return self.reduce_scatter(part) + self.all_gather(part)
-
-    def reduce_scatter(self, nbytes: int) -> Messages:
-        """Return the messages that reduce-scatter to parts of ``nbytes`` bytes each."""
-        return self._message("ReduceScatter" if self.scatters else "AllReduce", nbytes * self.size)
-
-    def all_gather(self, nbytes: int) -> Messages:
-        """Return the messages that all-gather parts of ``nbytes`` bytes each."""
-        return self._message("AllGather", nbytes) if self.gathers else self._message("AllReduce", nbytes * self.size)
-
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one
 # size, which one operator splits. One slice per tensor would dominate the compile time.
@@ -111,10 +65,6 @@ class Bucket(NamedTuple):
     @property
     def itemsize(self) -> int:
         return _FLOAT if self.dtype == ms.float32 else 2
-
-    @property
-    def nbytes(self) -> int:
-        return self.elements * self.itemsize
 
     @staticmethod
     def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
@@ -160,31 +110,6 @@ class Layout:
         """Shapes of the sums into which micro batches are added."""
         return self.parts if self.every_batch else self.shapes
 
-    @property
-    def sum_bytes(self) -> int:
-        """The memory of the sums on each rank: the buffer's sums and, if separate, the shards of their totals."""
-        held = list(zip(self.itemsizes, self.buffer_shapes))
-        if not self.every_batch:
-            held += [(size, part) for size, part, own in zip(self.itemsizes, self.parts, self.is_sharded) if own]
-        return sum(itemsize * math.prod(shape) for itemsize, shape in held)
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        """Return the messages of a window that makes ``norm_passes`` passes over the gradients for norms."""
-        reduced = sum((self.world.all_reduce(each.elements, each.itemsize) for each in self.kept), _NONE)
-        squares = norm_passes * self.world.all_reduce(len(self.shapes))
-        if self.shares:
-            has_shards = any(share * self.world.size > 1 for share in self.shares)
-            return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
-        if self.group.size == 1:
-            return Traffic(per_update=reduced)
-        scattered = _NONE
-        for each in self.sharded:
-            scattered += self.group.reduce_scatter(each.nbytes) + self.replicas.all_reduce(each.elements, each.itemsize)
-        later = sum((self.group.all_gather(_FLOAT * each.elements) for each in self.sharded), squares)
-        if self.every_batch:
-            return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
-        return Traffic(per_update=reduced + scattered + later)
-
 
 def shard_size_of(parameter: Parameter) -> int:
     """Return the number of ranks that share a parameter, if its network reduces the gradients."""
@@ -218,11 +143,7 @@ def layout_of(
         cut = [i for i in own if parts[i] != shapes[i]]
         sharded += [Bucket.of(bucket, dtype, own_sizes) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
-    in_float32 = all(dtype == ms.float32 for _, dtype in kept)
-    if isinstance(kind, DataParallel) and kind.overlap and in_float32 and len(kept) > 1:
-        # The gradients are sent during a backward pass, and the scalars after it, so that they can report its failure.
-        kept.append((behind, ms.float32))
-    elif kept and kept[0][1] == ms.float32:
+    if kept and kept[0][1] == ms.float32:
         kept[0] = kept[0][0] + behind, ms.float32
     else:
         kept.insert(0, (behind, ms.float32))

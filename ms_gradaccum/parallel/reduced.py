@@ -15,8 +15,8 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum._checks import argument_error, first_line, require
+from ms_gradaccum.backend.arithmetic import scale_wide
 from ms_gradaccum.backend.compiled import runs_eagerly
-from ms_gradaccum.backend.kernels import scale_wide
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced

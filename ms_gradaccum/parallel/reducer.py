@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size
 
-from ms_gradaccum.backend.kernels import ONE, fits_kernels
-from ms_gradaccum.backend.tensors import Done, pick
+from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets, reduce_each
-from ms_gradaccum.parallel.kinds import DataParallel, Kind
+from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
@@ -31,7 +31,6 @@ class GradientReducer(nn.Cell):
         self.parameters = parameters
         self.sums = buffer.sums
         self.buffer = buffer
-        self.overlaps = False  # True if the ranks reduce the sums during the backward pass of the last micro batch.
         # The stand-ins of shards in checkpoints, and the functions that gather their whole values.
         self.gathered: list[tuple[Parameter, Callable[[object], Tensor]]] = []
 
@@ -39,11 +38,6 @@ class GradientReducer(nn.Cell):
     def gathers(self) -> dict[str, Callable[[object], Tensor]]:
         """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
         return {view.name: gather for view, gather in self.gathered}
-
-    def fits_kernels(self) -> bool:
-        """Return whether one kernel processes all sums, so that they need no graph op by op."""
-        alone = not (self.several or self.comes_reduced)
-        return alone and fits_kernels(*(each.dtype for each in (*self.buffer.all_totals(), *self.parameters)))
 
     def most(self, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
@@ -73,9 +67,8 @@ class GradientReducer(nn.Cell):
         """Return the gradients of one micro batch in the form that is added to the buffer."""
         return grads
 
-    def reduce(self, added: Done = ()) -> Done:
+    def reduce(self) -> Done:
         """Reduce the buffer's loss, weight and sums over the ranks. The reduced sums are in `sums`."""
-        # `added` is the result of the buffer's last `add` if that is part of the same graph.
         return ()
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
@@ -126,42 +119,26 @@ class DataParallelReducer(GradientReducer):
         self.all_reduce_world = AllReduce(world)
         self.reduce_message = reduce_each(layout.kept, alone, world)
         sent = (*buffer.sums, *buffer.totals())
-        # Copied because a graph can only read attributes of a cell.
-        self.kept = tuple(bucket.indices for bucket in layout.kept)
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
-        self.further = ParameterTuple(buffer.totals()[2:])  # The scalars after the loss and the weight.
         self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
-        self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
 
-    def reduce(self, added: Done = ()) -> Done:
-        return self.reduce_kept(added)
+    def reduce(self) -> Done:
+        return self.reduce_kept()
 
-    def reduce_kept(self, added: Done, early: tuple[Tensor, ...] = ()) -> Done:
-        """Add up, in place, the scalars and the sums that are whole on each rank.
-
-        The first messages, ``early``, are already reduced.
-        """
+    def reduce_kept(self) -> Done:
+        """Add up, in place, the scalars and the sums that are whole on each rank."""
         last, done, weight = (), (), ONE
-        for number in range(len(self.kept)):
+        for number in range(len(self.kept_sums)):
             # A message waits for the previous one, but not for the assignment of its result.
-            if number < len(early):
-                last = early[number].reshape(1, -1)
-            else:
-                last = self.reduce_message[number](self._sent(number, added), weight, last)
+            last = self.reduce_message[number](tuple(self.kept_sums[number]), weight, last)
             done += self.assign_kept(number, last)
             if number == 0:
                 weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done
-
-    def _sent(self, number: int, added: Done) -> tuple[Tensor, ...]:
-        """Return the tensors of a message. Newer values of them may be in ``added``."""
-        if len(added) == 0:
-            return tuple(self.kept_sums[number])
-        return pick((*added[0], added[1], added[2], *self.further), self.kept[number])
 
     def check_replicas(self) -> None:
         if self.checks_next:

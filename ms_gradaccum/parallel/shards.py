@@ -12,8 +12,8 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum._checks import require, warn
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.plain_state import assign_in_place
@@ -92,8 +92,8 @@ class ShardedReducer(DataParallelReducer):
         # Computing shapes in a graph would dominate the compile time.
         return map_tensors(_shaped, pick((*parts, *grads), self.places), tuple(self.buffer.sums))
 
-    def reduce(self, added: Done = ()) -> Done:
-        done = self.reduce_kept(added)
+    def reduce(self) -> Done:
+        done = self.reduce_kept()
         if self.every_batch:
             return done
         last, weight = done, ops.depend(self.buffer.weight + 0.0, done)

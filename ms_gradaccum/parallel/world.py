@@ -142,12 +142,10 @@ class FirstInput(NamedTuple):
 NO_INPUT = FirstInput("", "", 0.0, [])
 
 
-def compare_ranks(
-    owner: str, first: FirstInput, rates: list[float], parameters: Iterable[Parameter], is_first: bool
-) -> bool:
-    """Return whether the ranks have the same learning rates and parameters before an update. Collective.
+def compare_ranks(owner: str, first: FirstInput, rates: list[float], parameters: Iterable[Parameter]) -> None:
+    """Raise if the ranks have other learning rates or parameters before an update. Collective.
 
-    If not, warn, or raise if nothing was trained yet. Warn also of what the ranks have begun with.
+    Warn of what the ranks have begun with.
     """
     everyone = gather_values([first, rates, digest(parameters, sampled=True)])
     firsts = [FirstInput(*each[0]) for each in everyone]
@@ -157,15 +155,11 @@ def compare_ranks(
         # The texts are compared because a NaN is not equal to itself.
         ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
         if ranks:
-            text = (
+            raise RanksDiffer(
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
-                f"0. Load a checkpoint, step a scheduler and change parameters on all ranks or on none."
+                f"0. Give all optimizers the same numbers; load a checkpoint, step a scheduler and change parameters "
+                f"on all ranks or on none."
             )
-            if is_first:
-                raise RanksDiffer(text)
-            warn(text)
-            return False
-    return True
 
 
 def _warn_of_same_data(owner: str, firsts: Sequence[FirstInput]) -> None:

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import mindspore as ms
 
 from ms_gradaccum._checks import first_line
-from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, multiply
-from ms_gradaccum.backend.kernels import cores, has_kernels
+from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, multiply
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
@@ -26,7 +25,6 @@ def describe() -> dict[str, str]:
     facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
     facts["float16 products"] = _tried(ms.float16)
     facts["bfloat16 products"] = _tried(ms.bfloat16)
-    facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
     slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
     facts["fast convolutions on CPU"] = "not used" if target != "CPU" else slow if are_slow() else "yes"
     facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"

@@ -1,22 +1,15 @@
 """Plan of a training, computed before it runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-import mindspore as ms
 import numpy as np
-from mindspore import Parameter
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import argument_error, counted
+from ms_gradaccum._checks import counted
 from ms_gradaccum.backend.tensors import Array
-from ms_gradaccum.gradients.buffer import WindowTotals
-from ms_gradaccum.gradients.clipping import Clip, check_clip
 from ms_gradaccum.loops.epoch import LastWindow, check_last_window
-from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
-from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, layout_of
-from ms_gradaccum.tools.text import aligned, size_text
+from ms_gradaccum.tools.text import aligned
 
 _OWNER = "TrainingPlan"
 # The number of batches is limited, because a plan counts them one by one.
@@ -36,10 +29,9 @@ _COUNTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, memory, messages.
+    """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates and their rows.
 
-    ``print(plan)`` shows it. It ignores skipped updates (gradients with an Inf or NaN), and changes of the messages by
-    `reduce_dtype`, ``bad_micro_batch="drop"``, hooks of the network and the compiler.
+    ``print(plan)`` shows it. It ignores skipped updates (gradients with an Inf or NaN).
 
     Keyword Args:
         dataset_size (int): Rows of the data. Each rank gets `ceil(dataset_size / ranks)`, as with ``num_shards`` and
@@ -51,11 +43,7 @@ class TrainingPlan:
             Default: ``False``.
         accumulation_steps (int, optional): Batches of one update. Default: computed from `global_batch`, or 1.
         global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
-        micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
-            ``parallel="auto"`` is ``DataParallel()`` for several ranks.
-        parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
-        device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which determines the operators of the
-            messages. Default: that of the context.
+        micro_size, last_window (optional): As in :class:`GradAccumulation` and :class:`Model`.
 
     Attributes:
         batches_per_epoch (int): Batches of each rank in a pass.
@@ -67,8 +55,6 @@ class TrainingPlan:
         unused_batches (int): Batches that are part of no update.
         dropped_rows (int): Rows of a pass that `drop_remainder` drops.
         update_rows (list[int]): Rows of each update, over all ranks.
-        buffer_bytes (int): Memory of the sums on each rank in bytes. None without `parameters`.
-        traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -96,10 +82,6 @@ class TrainingPlan:
     accumulation_steps: int | None = None
     global_batch: int | None = None
     last_window: LastWindow = "apply"
-    clip: Clip = None
-    parallel: ParallelChoice = "auto"
-    parameters: Sequence[Parameter] | None = field(default=None, repr=False)
-    device_target: str | None = None
 
     batches_per_epoch: int = field(init=False)
     batches: int = field(init=False)
@@ -110,8 +92,6 @@ class TrainingPlan:
     unused_batches: int = field(init=False)
     dropped_rows: int = field(init=False)
     update_rows: list[int] = field(init=False, repr=False, compare=False)
-    buffer_bytes: int | None = field(init=False, default=None)
-    traffic: Traffic | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         _check_settings(self)
@@ -141,20 +121,6 @@ class TrainingPlan:
             unused_batches=batches - int((end - first).sum()),
             dropped_rows=self.ranks * (rows - kept),
         )
-        norm_passes = check_clip(_OWNER, self.clip).norm_passes
-        kind = choose_kind(_OWNER, self.parallel, self.ranks)
-        target = ms.get_context("device_target") if self.device_target is None else self.device_target
-        check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
-        if self.parameters is not None:
-            shapes = _shapes_of(self.parameters)
-            layout = layout_of(kind, shapes, Ranks(self.ranks, self.ranks, target), WindowTotals().sizes)
-            vars(self).update(parameters=shapes, buffer_bytes=layout.sum_bytes, traffic=layout.messages(norm_passes))
-
-    @property
-    def window_messages(self) -> tuple[Message, ...] | None:
-        """The messages that each rank sends in a whole window. None without `parameters`."""
-        traffic, batches = self.traffic, self.accumulation_steps or 1
-        return None if traffic is None else traffic.of_window(batches, self.micro_batches_per_update)
 
     def __str__(self) -> str:
         per_epoch = counted(self.batches_per_epoch, "batch")
@@ -170,9 +136,6 @@ class TrainingPlan:
             ("updates", updates if self.updates else "none: no window is ever whole"),
             ("left over", "; ".join(self._left_over()) or "nothing"),
         ]
-        if self.traffic is not None:
-            sums = f"{size_text(self.buffer_bytes or 0)} on each rank"
-            lines += [("gradient sums", sums), ("messages", self._messages())]
         return "\n".join(aligned(lines))
 
     def _left_over(self) -> Iterator[str]:
@@ -183,33 +146,6 @@ class TrainingPlan:
             yield f"an epoch has {counted(rest, 'batch')} more than whole windows: {fate}"
         if self.unused_batches:
             yield f"{counted(self.unused_batches, 'batch')} in no update"
-
-    def _messages(self) -> str:
-        traffic, total = self.traffic or Traffic(), self.window_messages
-        if not total:
-            return "none"
-        per = {"micro batch": traffic.per_micro_batch, "batch": traffic.per_batch, "update": traffic.per_update}
-        parts = [f"{len(each)} ({_bytes(each)}) per {name}" for name, each in per.items() if each]
-        return f"{counted(len(total), 'collective')} and {_bytes(total)} per window: {', '.join(parts)}"
-
-
-class _Shape(NamedTuple):
-    """Shape of a parameter and bytes of one element. A plan does not keep the parameters alive."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-
-
-def _shapes_of(parameters: object) -> tuple[_Shape, ...]:
-    given: Sequence[Any] = parameters if isinstance(parameters, (list, tuple)) else [None]
-    if not all(isinstance(each, (Parameter, _Shape)) for each in given):
-        rule, got = "a list of parameters", type(parameters).__name__
-        raise TypeError(argument_error(_OWNER, "parameters", rule, got, "Give network.trainable_params()."))
-    return tuple(_Shape(tuple(each.shape), each.itemsize) for each in given)
-
-
-def _bytes(messages: Sequence[Message]) -> str:
-    return size_text(sum(message.nbytes for message in messages))
 
 
 def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Array, map_tensors
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal

@@ -10,8 +10,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import require
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
-from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten

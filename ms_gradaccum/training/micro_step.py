@@ -4,9 +4,7 @@ The backward pass starts from a share of the micro batch's mean loss, and the gr
 times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
-import math
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -14,22 +12,20 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
+from ms_gradaccum.backend.arithmetic import ONE, scale_wide
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, forget_passes, op_by_op
-from ms_gradaccum.backend.device import with_condition
-from ms_gradaccum.backend.kernels import ONE, at_once, fits_kernels, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
+from ms_gradaccum.backend.thread_pool import in_thread_pool
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
-from ms_gradaccum.parallel.backward_messages import BackwardMessages
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
 # The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
 Outputs = tuple[Tensor, ...]
-_SENDS_NOTHING = nullcontext()
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
@@ -93,14 +89,11 @@ class MicroLoss(nn.Cell):
 class AddMicroBatch(nn.Cell):
     """Add the outputs of a `MicroLoss` and its gradients to the optimizers' buffers. It contains no user code."""
 
-    sends_early = False  # True if it gets reduced messages in place of gradients, see `BackwardMessages`.
     may_be_empty = (
         False  # True if a micro batch may have the weight 0 and, as a mean over nothing, NaN in its gradient.
     )
 
-    def __init__(
-        self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool, reduces: bool = False
-    ) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool) -> None:
         super().__init__(auto_prefix=False)
         self.reducers, self.buffer = nn.CellList(reducers, auto_prefix=False), reducers[0].buffer
         self.counts_rows = loss is None or loss.weighted_loss.counts_rows
@@ -113,8 +106,6 @@ class AddMicroBatch(nn.Cell):
         self.drops, self.chunks = drop_non_finite, chunks_of([each.size for each in sum(parameters, ())])
         # False for gradients from the caller, who may leave out the loss: it is NaN then.
         self.checks_loss = loss is not None
-        # True in the last micro batch of a window, if the ranks reduce the sums with it.
-        self.reduces = reduces
         # True if gradients are reduced before they are added, so that this rank's factor must be applied first.
         self.scales_first = reducers[0].every_batch
         # The number of further values beside loss sum and weight, which are added up or passed on.
@@ -125,33 +116,13 @@ class AddMicroBatch(nn.Cell):
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 
-    def fits_kernels(self) -> bool:
-        """Return whether `add_at_once` can replace the graph."""
-        plain = not (self.drops or self.others or self.reduces or self.scales_first or self.divides)
-        plain = plain and not self.may_be_empty
-        return plain and all(reducer.fits_kernels() for reducer in self.reducers)
-
-    def add_at_once(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> None:
-        """Do the same op by op, with one operator."""
-        totals: list[Tensor] = []
-        parts: list[Tensor] = []
-        for (begin, end), reducer in zip(self.bounds, self.reducers):
-            totals += [*reducer.buffer.totals(), *reducer.sums]
-            parts += [value, weight, *grads[begin:end]]
-        with op_by_op():
-            at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
-
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from the factor of the backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
-        return value, weight, self.grad_factor(weight, factor)
-
-    def grad_factor(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Return the factor of the gradients, from the loss's own weight and the factor of the backward start."""
-        if self.counts_rows:
-            return factor
-        return ops.maximum(weight, ONE) if self.divides else ONE
+        if self.divides:
+            return value, weight, ops.maximum(weight, ONE)
+        return value, weight, ONE
 
     def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
@@ -177,7 +148,7 @@ class AddMicroBatch(nn.Cell):
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]
-            if len(grads) == 0 or self.sends_early:
+            if len(grads) == 0:
                 done = reducer.buffer.add_totals(loss_sum, weight)
             else:
                 # One after the other: all ranks must send their messages in the same order.
@@ -186,10 +157,6 @@ class AddMicroBatch(nn.Cell):
                     own = map_tensors(ops.partial(scale_wide, factor), own)
                 own = reducer.reduce_scatter_micro_batch(own)
                 done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
-        if self.sends_early:
-            done = self.reducers[0].reduce_kept((), ops.depend(grads, done))
-        elif self.reduces:
-            done = self.reducers[0].reduce(done)
         notes: tuple[Tensor, ...] = others if self.has_notes else ()
         # The compiler needs a token that depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
@@ -222,18 +189,14 @@ class StepParts(NamedTuple):
         reducers: Sequence[GradientReducer],
         settings: StepSettings,
         eager: bool,
-        reduces: bool,
         is_empty: bool = False,
     ) -> "StepParts":
-        """Build the parts for a loss, run op by op (``eager``) or compiled, whose last micro batch may also reduce.
-
-        ``is_empty`` if the caller gives its micro batches the weight 0.
-        """
+        """Build the parts for a loss, run op by op (``eager``) or compiled; ``is_empty`` for batches of weight 0."""
         comes_reduced = reducers[0].comes_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
         micro_loss = MicroLoss(loss, settings.precision, divides=not comes_reduced)
         parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
-        adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite, reduces)
+        adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
         adding.may_be_empty = (loss.may_be_empty or is_empty) and not comes_reduced
         # Gradients of all ranks have the same factor, for any number of rows per rank.
@@ -244,7 +207,7 @@ class StepParts(NamedTuple):
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
-    in_thread_pool = False  # True if MindSpore's thread pool runs it, see device.py.
+    is_pooled = False  # True if MindSpore's thread pool runs it.
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(auto_prefix=False)
@@ -260,31 +223,24 @@ class MicroStep(nn.Cell):
         # A constant factor of 1 is free.
         factor = factor if self.scales else ONE
         outputs = self.adding.added(loss_sum, weight, factor, grads, outputs[3:])
-        if self.in_thread_pool:
-            outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
+        if self.is_pooled:
+            outputs = (outputs[0], outputs[1], in_thread_pool(outputs[2])) + outputs[3:]
         return outputs
 
 
 class EagerMicroStep:
-    """Micro step op by op: the user's code runs in Python, hooks included. A graph or a kernel adds the gradients."""
+    """Micro step op by op: the user's code runs in Python, hooks included. A graph adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
     gives_mean = False  # True if the step returns that mean loss.
     has_run = False  # True if the last call has started to add gradients.
-    has_failed_for_all = False  # True if the other ranks know that this rank's last call failed.
-    values: Sequence[Tensor] = ()  # The outputs of the forward pass, until the backward pass has sent its messages.
 
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
         self.micro_loss, self.parameters, adding, self.backward_start = parts
         self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
-        is_plain = not (adding.drops or adding.may_be_empty)
-        self.messages = BackwardMessages.of(self.reducer) if adding.reduces and is_plain else None
-        self.grad_factor, adding.sends_early = adding.grad_factor, self.messages is not None
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        # A graph would need 5 to 10 MB more.
-        self.at_once = not self.micro_loss.half and adding.fits_kernels()
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
@@ -299,55 +255,22 @@ class EagerMicroStep:
         if self.forgets_passes:
             forget_passes()
         self.reducer.begin_micro_batch(self.is_last)
-        if self.messages is not None:
-            values, grads = self._values_and_messages(self.messages, share, factor, tensors)
-        else:
-            values, grads = self._values_and_grads(share, tensors)
+        values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
         try:
-            # A user's hook may return a gradient of another dtype.
-            if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
-                self.adding.has_run = True
-                self.adding.cell.add_at_once(factor, *values, *grads)
-                outputs: tuple[Tensor, ...] = (NOTHING,)
-            else:
-                outputs = self.adding(factor, *values, *(grads if self.adds_grads else ()))
-            # All micro batches of a batch have the same factor, which does not change their mean.
-            return (*values[:2], NOTHING) if self.at_once or self.gives_mean else outputs
+            outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
+            return (*values[:2], NOTHING) if self.gives_mean else outputs
         finally:
             self.has_run = self.adding.has_run
 
-    def _values_and_grads(
-        self, share: Tensor, tensors: Outputs, sending: AbstractContextManager[None] = _SENDS_NOTHING
-    ) -> tuple[Sequence[Tensor], Outputs]:
+    def _values_and_grads(self, share: Tensor, tensors: Outputs) -> tuple[Sequence[Tensor], Outputs]:
         """Return the outputs of `WeightedLoss` and the gradients."""
-        with op_by_op(), sending:
+        with op_by_op():
             # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
             (_, *values), grads = ops.value_and_grad(self._loss, None, self.parameters, has_aux=True)(share, *tensors)
         return values, grads
 
-    def _values_and_messages(
-        self, messages: BackwardMessages, share: Tensor, factor: Tensor, tensors: Outputs
-    ) -> tuple[Sequence[Tensor], Outputs]:
-        """Return the outputs of `WeightedLoss` and the messages that were sent, reduced over the ranks."""
-        try:
-            sending = messages.sending(self.parameters, lambda: self.grad_factor(self.values[1], factor))
-            values, grads = self._values_and_grads(share, tensors, sending)
-            return values, messages.finish(grads)
-        except Exception:
-            messages.grads = {}
-            if messages.sent:
-                # A weight of -Inf tells the other ranks to drop the window.
-                value, _, *others = self.values
-                self.adding(ONE, value, Tensor(-math.inf, ms.float32), *others, *messages.fail())
-                self.has_failed_for_all = True
-            raise
-        finally:
-            self.values = ()
-
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = None if self.is_whole else share
         outputs: tuple[Tensor, ...] = self.micro_loss(rows, *unflatten(self.structure, tensors))
-        if self.messages is not None:
-            self.values = outputs[1:]
         return outputs

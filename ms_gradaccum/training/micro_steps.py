@@ -10,8 +10,9 @@ from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
-from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
+from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
@@ -35,13 +36,10 @@ _LOGGER = logging.getLogger("ms_gradaccum")
 
 
 class StepKind(NamedTuple):
-    """What distinguishes the micro steps of one structure."""
+    """The kind of a micro step that runs op by op."""
 
-    reduces: bool = False  # True if it reduces the sums.
-    is_empty: bool = False  # True if the caller has given its batch the weight 0.
-
-
-_PLAIN = StepKind()
+    is_empty: bool  # True if the caller has given its batch the weight 0.
+    is_last: bool = False  # True in the last micro batch of a window, in which the network reduces its gradients.
 
 
 class MicroSteps:
@@ -70,15 +68,13 @@ class MicroSteps:
         self.first_pass: FirstPass | None = None
         if network.is_cached:
             self.first_pass = FirstPass(self.owner, network, self.cell, reducers[0])
-        # The keys are the structure of the inputs, nearly always a single one, and the kind of the step.
-        self.by_structure: dict[tuple[Hashable, StepKind], Compiled] = {}
+        # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
+        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks may have more micro batches in a batch.
         self.waits_for_others = several or self.comes_reduced
-        # No thread pool for several ranks: they share cores, and their messages must keep one order.
-        self.may_use_thread_pool = not several
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
         self.cells = [cell for _, cell in network.cells_and_names()]
         self.jit_parts = JitParts(self.cells, network.get_parameters())
@@ -89,8 +85,8 @@ class MicroSteps:
         first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
-    def run(self, args: Args, kwargs: Kwargs, reduces: bool = False, weight: float | None = None) -> list[Outputs]:
-        """Add one batch and return the outputs of its micro steps. If ``reduces``, the last one reduces the sums.
+    def run(self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None) -> list[Outputs]:
+        """Add one batch, maybe the last of its window, and return the outputs of its micro steps.
 
         The caller's ``weight`` takes the place of the rows of a batch that is not split.
         """
@@ -114,7 +110,9 @@ class MicroSteps:
         # This comes first, because all ranks must send their messages in the same order.
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
-        last = self._micro_step(structure, micro_batches, eager, kind._replace(reduces=True)) if reduces else step
+        last = step
+        if is_last and self.reducers[0].accumulates:
+            last = self._micro_step(structure, micro_batches, eager, kind._replace(is_last=True))
         self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
         if weight is not None:
             self.rows = weight
@@ -156,8 +154,6 @@ class MicroSteps:
                 self.loss_check.after_batch(len(steps), inputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
-            if isinstance(steps[-1], EagerMicroStep) and steps[-1].has_failed_for_all:
-                self.rounds, steps[-1].has_failed_for_all = 0, False
             self.events.micro_batches = done
             if isinstance(error, Exception):
                 self.network.explain_split(error, inputs)
@@ -214,7 +210,8 @@ class MicroSteps:
     ) -> Compiled | EagerMicroStep:
         """Return the callable that runs a micro batch of this structure."""
         if not eager:
-            return self.by_structure.get((structure, kind)) or self._compiled(structure, micro_batches, kind)
+            known = self.by_structure.get((structure, kind.is_empty))
+            return known or self._compiled(structure, micro_batches, kind.is_empty)
         step = self.eager.get(kind) or self._build_eager(kind)
         step.begin_batch(structure, len(micro_batches))
         return step
@@ -223,37 +220,35 @@ class MicroSteps:
         lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
         rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
         require(lookup is None, self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
-        reduces = kind.reduces and self.reducers[0].overlaps
-        loss = self.network.weighted_loss
-        parts = StepParts.of(loss, self.reducers, self.settings, True, reduces, kind.is_empty)
-        self.eager[kind] = EagerMicroStep(self.owner, parts, kind.reduces)
+        parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, kind.is_empty)
+        self.eager[kind] = EagerMicroStep(self.owner, parts, kind.is_last)
         return self.eager[kind]
 
-    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], kind: StepKind) -> Compiled:
+    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
-        pooled = False
-        if self.may_use_thread_pool:
-            rows, tensors = micro_batches[0]
-            positions = pixels(tensors) if has_convolutions(self.network) else rows
-            pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
+        # Several ranks share the cores, and their messages must keep one order.
+        is_pooled = not self.reducers[0].several and thread_pool_is_faster(
+            self.network, self.parameters, *micro_batches[0], self.cell.jit_config_dict
+        )
 
         def build() -> MicroStep:
-            return self._build(self.network.loss_of(structure), pooled, kind)
+            cell = self._build(self.network.loss_of(structure), is_empty)
+            cell.is_pooled = is_pooled
+            return cell
 
         compiled = Compiled(build, self.owner, "the network", self.network.network)
-        self.by_structure[structure, kind] = compiled
-        if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not any(kind):
+        self.by_structure[structure, is_empty] = compiled
+        if len(self.by_structure) == _MANY_STRUCTURES:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
                 f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors."
             )
         return compiled
 
-    def _build(self, loss: WeightedLoss, pooled: bool = False, kind: StepKind = _PLAIN) -> MicroStep:
-        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, *kind))
-        cell.in_thread_pool = pooled
+    def _build(self, loss: WeightedLoss, is_empty: bool = False) -> MicroStep:
+        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, is_empty))
         if hasattr(self, "cell"):
             like_mode(cell, self.cell)
         return cell

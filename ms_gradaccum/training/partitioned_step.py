@@ -15,8 +15,8 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import warn, warn_in_graph
+from ms_gradaccum.backend.arithmetic import scale
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
-from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors

@@ -91,10 +91,8 @@ class HostDrivenStep(Step):
             self.events.tell("on_update_begin")
         except BaseException as error:
             # Otherwise its rows would be in the next window, too.
-            goes_on = self.window.goes_on(error)
-            if not (goes_on and self.window.is_reduced):
-                self.window.discard(for_all=True)
-            if goes_on:
+            self.window.discard(for_all=True)
+            if self.window.goes_on(error):
                 self.events.update_end(self.window.close())
             raise
         output = self.window.close()

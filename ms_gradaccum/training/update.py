@@ -3,18 +3,16 @@
 The sums are processed in place and chunk by chunk, so that no copy of all gradients is needed.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
-from ms_gradaccum.backend.kernels import at_once, cast_each_like, on_cpu, scale, scale_each_in_place
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, compiles_itself, jit_parts_of, may_have_branches, needs_call
+from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip, groups_of
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -121,27 +119,6 @@ class Update(nn.Cell):
         """Distribute the parameters and clear the buffer after ``updated``."""
         return self.buffer.clear(self.reducer.after_update(updated))
 
-    def fits_kernels(self) -> bool:
-        """Return whether, op by op, the kernels can compute the means without a graph."""
-        return self.by_norm is not None and self.handed_scale == 1.0 and self.reducer.fits_kernels()
-
-    def means_at_once(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return as `mean_gradients`, op by op, with one operator for all sums."""
-        clip: Any = self.by_norm
-        with op_by_op():
-            at_once("scaled_in_place", self.factor(norm, *limit), *self.reducer.sums)
-            return clip.norm_after(norm, *limit), ()
-
-    def end_at_once(self, nothing: Tensor) -> None:
-        """Clear the buffer op by op, with one operator. A float 0 and an int 0 have the same bytes."""
-        with op_by_op():
-            at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
-
-    def optimize(self, done: Done) -> Done:
-        """Run only the optimizer, on the sums, as part of a graph."""
-        done = copy_after(done, self.optimized(tuple(self.reducer.sums)))
-        return self.keep_storage(done) if self.has_branches else done
-
     def optimized(self, grads: Grads) -> Done:
         return self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
 
@@ -154,23 +131,16 @@ class Update(nn.Cell):
 
 
 class EagerUpdate:
-    """Update with an optimizer that runs op by op, or as a graph, as in MindSpore's own step in PYNATIVE mode."""
+    """Update with an optimizer that runs op by op, as in MindSpore's own step in PYNATIVE mode."""
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer, self.sums = update.optimizer, update.reducer.sums
         self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
-        self.mean_gradients: Callable[..., tuple[Tensor, Grads]] = update.means_at_once
-        self.end: Callable[[Tensor], object] = update.end_at_once
-        needs_graphs = not update.fits_kernels()
-        if needs_graphs:
-            self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
-            self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
-        # Op by op, MindSpore's graph of the optimizer would use the old parameters after a checkpoint is loaded.
-        compiles = not needs_graphs and compiles_itself(self.optimizer)
-        self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
+        self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
+        self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         self.jit_parts = jit_parts_of(self.optimizer)
-        if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
+        if type(self.optimizer).__module__.startswith("mindspore.mint.") and device_target() == "CPU":
             name = type(self.optimizer).__name__
             does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"
             if name == "AdamW":
@@ -182,10 +152,7 @@ class EagerUpdate:
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
-        if self.graph is None:
-            self._run_op_by_op(grads)
-        else:
-            self.graph(NOTHING)
+        self._run_op_by_op(grads)
         self.end(NOTHING)
         return clipped_norm
 

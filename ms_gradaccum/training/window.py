@@ -28,24 +28,19 @@ from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_o
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 from ms_gradaccum.training.window_watch import WATCHED_WINDOWS, WindowWatch
 
-# The windows in which the ranks compare what they train.
-COMPARED_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-
 
 class Window:
     """The window of one network, from its micro batches to the update. If a part fails, all of it is discarded."""
 
     # True if the optimizers report other callers. `has_claims` is False once a later step has the same optimizers.
     watches_calls = has_claims = True
-    is_reduced = False  # True if the sums are already reduced over all ranks.
     # The reports of the optimizers on the full window, before the update.
     outputs: list[StepOutput] | None = None
-    is_counted = False  # True if the current batch is another loss of a batch that is already counted.
     has_loss = True  # False if the caller gave gradients of the window without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
     # With several ranks: this rank's first input, see `FirstInput`.
     first: FirstInput | None = None
-    ended, is_alike = 0, True  # The number of ended windows; False once the ranks have differed.
+    ended = 0  # The number of ended windows.
     has_told = False  # True after the first warning of a skipped window with a non-finite gradient.
 
     def __init__(
@@ -68,7 +63,6 @@ class Window:
         watched = None if self.comes_reduced else network
         self.watch = WindowWatch(settings.owner, watched, self.optimizers, self.count)
         self._in_use = threading.Lock()
-        self.updates_made = 0
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
@@ -105,11 +99,10 @@ class Window:
     def add(
         self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None
     ) -> list[tuple[Tensor, ...]]:
-        """Add one batch and return the outputs of its micro steps. In the last batch, they may reduce the sums.
+        """Add one batch, maybe the last of its window, and return the outputs of its micro steps.
 
         A ``weight`` of the caller takes the place of its rows.
         """
-        reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
@@ -118,27 +111,24 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, reduces, weight)
+            outputs = self.micro_steps.run(args, kwargs, is_last, weight)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:
-            self._end_failed(error, reduces)
+            self._end_failed(error)
             raise
         finally:
             self._in_use.release()
-        self.is_reduced = reduces and self.reducers[0].overlaps
         self.note_first("batch", (args, kwargs), 0.0 if weight is not None else self.micro_steps.rows)
         return outputs
 
-    def _end_failed(self, error: BaseException, reduces: bool) -> None:
+    def _end_failed(self, error: BaseException) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
         self.network.head(error)
-        # The other ranks may have reduced the sums already.
-        self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
-        if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
+        if self.micro_steps.has_added:
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches - self.is_counted)
+            warn_of_dropped(self.owner, batches)
         if not self.is_open:
             self.watch.restart()
         if self.goes_on(error):
@@ -153,11 +143,9 @@ class Window:
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
-        if self.several and self.is_alike:
+        if self.several:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            self.is_alike = compare_ranks(
-                self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared, not self.updates_made
-            )
+            compare_ranks(self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared)
             self.first = NO_INPUT
 
     def goes_on(self, error: BaseException) -> bool:
@@ -176,9 +164,8 @@ class Window:
             try:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
-                outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                # Compare after the sums, which some ranks may have sent with their last micro batch.
-                if self.ended in COMPARED_WINDOWS:
+                outputs = [end.reduce() for end in self.ends]
+                if self.ended.bit_count() == 1:  # In windows 1, 2, 4, 8 and so on.
                     self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:
@@ -199,7 +186,6 @@ class Window:
                     reducer.buffer.clear()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
-            self.updates_made += updated
             if self.loss_scale.searches:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # Another optimizer may have an overflow.
@@ -262,7 +248,7 @@ class Window:
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip, self.has_loss = False, None, None, True
+        self.outputs, self.clip, self.has_loss = None, None, True
         if self.watch.is_on:
             self.watch.restart()
         if self.comes_reduced:

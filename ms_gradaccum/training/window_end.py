@@ -7,9 +7,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import argument_error, warn_in_graph
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.kernels import at_once
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
@@ -48,12 +47,10 @@ class WindowEnd(nn.Cell):
         self.has_updated = True  # False if the optimizer has left out its last update.
         self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
-        # The keys are flags: the ranks reduce the sums in it, and it contains the learning rate, which is user code.
-        self.reports: dict[tuple[bool, bool], Compiled] = {}
+        # The keys are flags: the graph contains the learning rate, which is user code.
+        self.reports: dict[bool, Compiled] = {}
         # The keys are the kind of the caller's clip (None: the window's own), and a flag for an `EagerUpdate`.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
-        # True if, op by op, the report needs no graph, which would take 7 MB.
-        self.fits_kernels = reducer.fits_kernels()
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
@@ -62,15 +59,12 @@ class WindowEnd(nn.Cell):
         # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
         self.is_bad = Tensor(False)
 
-    def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Run the first half in a graph. Return True for a loss scale that was too large, and a StepOutput's items."""
-        reduced = ops.depend(self.reducer.reduce(), done) if reduces else done
+        reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
-        return self.report_items(norm, rate, (reduced, done))
-
-    def report_items(self, norm: Tensor, rate: Tensor, reduced: Done) -> tuple[Tensor, ...]:
-        """Return as `report`, from the norm of the sums, after ``reduced``."""
+        reduced = reduced, done
         inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
         loss = ops.depend(self.buffer.loss * inverse, reduced)
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
@@ -95,9 +89,6 @@ class WindowEnd(nn.Cell):
 
     def run_partial_report(self) -> StepOutput:
         """Return `partial_report` from the host."""
-        if self.fits_kernels and runs_eagerly(self.settings.compiles):
-            with op_by_op():
-                return StepOutput(*self.partial_report(NOTHING))
         return StepOutput(*self.compiled_partial_report(NOTHING))
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
@@ -111,7 +102,7 @@ class WindowEnd(nn.Cell):
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        report = self.report(True, True, done)
+        report = self.report(True, done)
         bad, loss, overflow, scale, updated, norm, _, rate, weight = report[:9]
         before = ops.depend(self.progress.count + 0, report)
         if updated:
@@ -136,26 +127,20 @@ class WindowEnd(nn.Cell):
         return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        compiled = [each.graph if isinstance(each, EagerUpdate) else each for each in self.updates.values()]
-        return [self, self.update, self.compiled_partial_report, *self.reports.values(), *filter(None, compiled)]
+        updates = [each for each in self.updates.values() if isinstance(each, Compiled)]
+        return [self, self.update, self.compiled_partial_report, *self.reports.values(), *updates]
 
-    def reduce(self, is_reduced: bool = False) -> StepOutput:
-        """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""
+    def reduce(self) -> StepOutput:
+        """Run the first half from the host."""
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
         if count != known:
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
             raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         self.eager = runs_eagerly(self.compiles)
-        knows_rate = self.eager or not self.learning_rate.is_recorded
-        if runs_eagerly(self.settings.compiles) and self.fits_kernels and knows_rate:
-            with op_by_op():
-                norm = ops.sqrt(at_once("sum_of_squares", *self.reducer.sums).reshape(()))
-                self.is_bad, *items = self.report_items(norm, self.learning_rate.before_update(), ())
-            return StepOutput(*items)
-        key = not is_reduced, not self.eager
-        if key not in self.reports:
-            self.reports[key] = Compiled(lambda: Method(self, "report", *key), self.owner, "the report")
-        self.is_bad, *items = self.reports[key](NOTHING)
+        has_rate = not self.eager
+        if has_rate not in self.reports:
+            self.reports[has_rate] = Compiled(lambda: Method(self, "report", has_rate), self.owner, "the report")
+        self.is_bad, *items = self.reports[has_rate](NOTHING)
         if self.eager:
             items[6] = self.learning_rate.before_update()
         return StepOutput(*items)
@@ -166,8 +151,7 @@ class WindowEnd(nn.Cell):
         limit: tuple[Tensor, ...] = ()
         if clip is not None:
             limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
-        host = self.eager or runs_eagerly(self.settings.compiles)
-        key = None if clip is None else type(clip), host
+        key = None if clip is None else type(clip), self.eager
         if key not in self.updates:
             update = self.update
             if clip is not None:
@@ -175,7 +159,7 @@ class WindowEnd(nn.Cell):
                 update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
                 like_mode(update, self.update)
             update.needs_call = needs_call(update.optimizer)
-            if self.eager or (host and update.fits_kernels()):
+            if self.eager:
                 self.updates[key] = EagerUpdate(self.owner, update)
             else:
                 self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")

@@ -15,7 +15,6 @@ from step_probe import KeepGradients, compilations, keeping_step, number, tensor
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import compiled as compiled_module
-from ms_gradaccum.backend import kernels
 from ms_gradaccum.backend.compiled import MAX_FIXED_SHAPES, Compiled
 
 BATCH = tensors(X, 2 * X)
@@ -73,13 +72,8 @@ class Counting(KeepGradients):
         return super().construct(gradients)
 
 
-@pytest.mark.parametrize("kernel", ["kernel", None])
-def test_pynative_mode_compiles_what_holds_no_code_of_the_users_and_is_no_single_kernel(kernel, caplog, monkeypatch):
+def test_pynative_mode_compiles_what_holds_no_code_of_the_users(caplog):
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    if kernel is None:
-        monkeypatch.setattr(kernels, "_scaled_add_in_place", None)
-    elif not kernels.has_kernels():
-        pytest.skip("no C++ compiler for kernels.cc")
     loss_cell = nn.WithLossCell(line(), nn.MSELoss())
     optimizer = Counting(loss_cell.trainable_params())
     step = TrainOneStepCell(GradAccumulation(loss_cell, 2), optimizer)
@@ -87,7 +81,7 @@ def test_pynative_mode_compiles_what_holds_no_code_of_the_users_and_is_no_single
         for _ in range(3):
             step(*BATCH)
     graphs = ["AddMicroBatch", "Update.end", "Update.mean_gradients", "WindowEnd.report"]
-    assert sorted(compiled) == (graphs if kernel is None else [])
+    assert sorted(compiled) == graphs
     assert optimizer.runs == 3 and optimizer.gradients() == [GRADIENT]
     # One line of the log says how to find out whether compiling all of it gives the same.
     assert [record.name for record in caplog.records] == ["ms_gradaccum"] and "compile=True" in caplog.text

@@ -11,8 +11,7 @@ from quick_mindspore import compiling
 from step_probe import Around, Weights, compilations, operators, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum.backend import device
-from ms_gradaccum.backend.device import thread_pool_is_faster
+from ms_gradaccum.backend import thread_pool
 from ms_gradaccum.training import micro_steps
 
 
@@ -22,8 +21,10 @@ def two_cores(monkeypatch, restored_mode):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
-def dense_layers(number, width):
-    return [SimpleNamespace(size=size) for size in (width * width, width)] * number
+def is_faster(number, width, rows, jit_config=None):
+    """Return the decision for layers like nn.Dense."""
+    parameters = [SimpleNamespace(size=size) for size in (width * width, width)] * number
+    return thread_pool.thread_pool_is_faster(nn.Cell(), parameters, rows, (), jit_config or {})
 
 
 @pytest.mark.parametrize(
@@ -41,24 +42,24 @@ def dense_layers(number, width):
 )
 def test_they_are_faster_where_there_is_enough_to_compute(number, width, rows, faster):
     """As it was measured, see docs/performance.md; graphs of many parameters they run in any case."""
-    assert thread_pool_is_faster(dense_layers(number, width), rows, {}) == faster
+    assert is_faster(number, width, rows) == faster
 
 
 @pytest.mark.parametrize("cores, faster", [(1, False), (2, True), (4, True), (5, False)])
 def test_only_on_few_cores(cores, faster, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert thread_pool_is_faster(dense_layers(6, 1024), 64, {}) == faster
+    assert is_faster(6, 1024, 64) == faster
 
 
 def test_each_core_must_have_enough(monkeypatch):
-    assert thread_pool_is_faster(dense_layers(6, 512), 16, {})
+    assert is_faster(6, 512, 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    assert not thread_pool_is_faster(dense_layers(6, 512), 16, {})
+    assert not is_faster(6, 512, 16)
 
 
 def test_only_on_cpu(monkeypatch):
-    monkeypatch.setattr(device.ms, "get_context", lambda name: "GPU")
-    assert not thread_pool_is_faster(dense_layers(6, 1024), 64, {})
+    monkeypatch.setattr(thread_pool.ms, "get_context", lambda name: "GPU")
+    assert not is_faster(6, 1024, 64)
 
 
 @pytest.mark.parametrize("policy, faster", [(None, False), ("active", False), ("passive", True), ("PASSIVE", True)])
@@ -69,9 +70,9 @@ def test_fused_kernels_must_not_spin(how, policy, faster, monkeypatch):
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     if how == "context":
         values = {"device_target": "CPU", "enable_graph_kernel": True}
-        monkeypatch.setattr(device.ms, "get_context", values.get)
+        monkeypatch.setattr(thread_pool.ms, "get_context", values.get)
     settings = JitConfig(jit_level="O1").jit_config_dict if how == "jit_config" else {}
-    assert thread_pool_is_faster(dense_layers(6, 1024), 64, settings) == faster
+    assert is_faster(6, 1024, 64, settings) == faster
 
 
 def columns(rows, seed=0):
@@ -80,7 +81,7 @@ def columns(rows, seed=0):
 
 def run_by(monkeypatch, pooled):
     """Have all micro steps run by MindSpore's threads, or none."""
-    monkeypatch.setattr(micro_steps, "thread_pool_is_faster", lambda weights, positions, jit_config: pooled)
+    monkeypatch.setattr(micro_steps, "thread_pool_is_faster", lambda *inputs: pooled)
 
 
 def trained(make_network, **settings):
@@ -175,10 +176,12 @@ def test_the_first_batch_decides():
 
 def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
-    monkeypatch.setattr("ms_gradaccum.parallel.reducer.GradientReducer.several", True)
     network = Weights(3)
-    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
-    assert not step.body.window.micro_steps.may_use_thread_pool
+    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
+    monkeypatch.setattr(step.body.window.reducers[0], "several", True)
+    structure, micro_batches = step.body.window.network.split(columns(4))
+    compiled = step.body.window.micro_steps._compiled(structure, micro_batches, False)
+    assert not compiled.cell.is_pooled
 
 
 @pytest.mark.parametrize("how", ["MS_JIT=0", "a hook"])
@@ -200,7 +203,7 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     ms.set_context(mode=ms.GRAPH_MODE)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
-    assert not step.body.micro_step.in_thread_pool
+    assert not step.body.micro_step.is_pooled
     program = Around(step)
     program(columns(4))
     assert network.weight.asnumpy().all()
@@ -214,5 +217,5 @@ def test_settings_reach_the_graph(monkeypatch):
     step.set_jit_config(JitConfig(jit_level="O1"))
     step.set_train(False)(columns(4))
     (compiled,) = step.body.window.micro_steps.by_structure.values()
-    assert compiled.cell.in_thread_pool and not compiled.cell.training
+    assert compiled.cell.is_pooled and not compiled.cell.training
     assert compiled.cell.jit_config_dict["jit_level"] == "O1"

@@ -8,7 +8,6 @@ from mindspore import Tensor, nn, ops
 from whole_batch_losses import Tower, batch
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, ReplayDropout, TrainOneStepCell
-from ms_gradaccum.backend import kernels
 
 SHAPE, P = (400, 500), 0.3
 
@@ -29,16 +28,7 @@ def mask(seed, shape=SHAPE, p=P):
     return (draws >= round(p * 2**24)).reshape(shape)
 
 
-@pytest.fixture(params=["kernel", "operators"])
-def way(request, monkeypatch):
-    if request.param == "operators":
-        monkeypatch.setattr(kernels, "has_kernels", lambda: False)
-    elif not kernels.has_kernels():
-        pytest.skip("no C++ compiler for kernels.cc, or many cores")
-    return request.param
-
-
-def test_masks_are_those_of_numpy(way, mode):
+def test_masks_are_those_of_numpy(mode):
     drop = ReplayDropout(P, seed=-5).set_train()
     for seed in range(-5, -3):
         found = drop(ops.ones(SHAPE, ms.float32)).asnumpy()

@@ -81,7 +81,6 @@ def test_a_batch_counts_by_the_number_that_the_loop_gives(mode, whole, settings,
 
 
 def test_by_rows_it_would_be_another_training(mode, whole):
-    """Where each batch has tokens."""
     weights, _, _ = train_by_number(lambda rows: 3 if tokens_of(rows) else 0)
     assert np.abs(weights - whole[0]).max() > 1e-2
 

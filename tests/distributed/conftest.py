@@ -1,5 +1,6 @@
 """Jobs of several processes that test files share. What the launcher starts is no test and runs only under msrun."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,8 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
-
-from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins  # noqa: E402
+from simulation.cuda_stubs import stand_ins  # noqa: E402
 
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
@@ -31,7 +31,9 @@ def run_parts(request, processes, root, extra):
     folder.mkdir()
     extra |= {"STATES": str(root / "states")}
     if for_gpu:
-        extra |= request.getfixturevalue("stand_ins_for_cuda") | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        root_of_all = Path(__file__).parents[2]
+        places = [str(root_of_all), str(root_of_all / "tests" / "support")]
+        extra |= request.getfixturevalue("stand_ins_for_cuda") | {"PYTHONPATH": os.pathsep.join(places)}
     # As the files are called, so that it is always the same order.
     parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)

@@ -72,19 +72,6 @@ def joined_batches(ranks):
     return joined
 
 
-def train_two_losses(batches, **settings):
-    """One window of batches with two losses by a backward pass each."""
-    network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, len(batches), **settings)
-    for x, y in batches:
-        with accumulator.accumulate():
-            accumulator.backward(x, y)
-            accumulator.backward(2 * x, -y, same_batch=True)
-            output = accumulator.step()
-    return weights_of(network), output
-
-
 def train_functionally(batches, **settings):
     """One window of gradients that the caller has taken."""
     network, loss_fn = build_network(), nn.MSELoss()

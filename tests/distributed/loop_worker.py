@@ -18,7 +18,6 @@ from loop_scenarios import (  # noqa: E402
     train_functionally,
     train_loop,
     train_sentences,
-    train_two_losses,
     train_with_scheduler,
 )
 from scenarios import batch, build_network, share, uneven_data, weights_of  # noqa: E402
@@ -66,37 +65,6 @@ def train_by_gradients():
     mine = [tuple(Tensor(array) for array in share(batch(number), rank, size)) for number in (0, 1)]
     for name, kind in KINDS.items():
         results[f"functional {name}"] = _row(*train_functionally(mine, parallel=kind))
-
-
-def train_by_two_losses():
-    # Rank 0 has 3 of 4 rows.
-    mine = slice(0, 9) if rank == 0 else slice(9, 12)
-    batches = [tuple(Tensor(array[mine]) for array in batch(number)) for number in (0, 1)]
-    for name in ("data parallel", "level1"):
-        results[f"two losses {name}"] = _row(*train_two_losses(batches, parallel=KINDS[name]))
-    try:
-        train_two_losses(batches, parallel=KINDS["level2"])
-    except ValueError as error:
-        results["two losses level2"] = str(error)
-    if rank == 1:
-        # The second loss of the second batch fails on this rank, which goes on with the others.
-        batches[1] = batches[1][0], None
-    network = build_network()
-    before = weights_of(network)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 2)
-    x, y = batches[0]
-    for target in (y, batches[1][1]):
-        try:
-            with accumulator.accumulate():
-                accumulator.backward(x, y)
-                accumulator.backward(x, target, same_batch=True)
-                accumulator.step()
-        except Exception as error:
-            results["two losses, error"] = type(error).__name__
-    results["two losses, one failed"] = [weights_of(network) == before, accumulator.updated]
-    accumulator.backward(x, y), accumulator.backward(x, y)
-    accumulator.step()
-    results["two losses, then"] = [weights_of(network) == before, accumulator.updated]
 
 
 def skip_what_is_not_finite():
@@ -184,7 +152,6 @@ run_scenarios(
     train_tokens,
     run_out_of_data_early,
     train_by_gradients,
-    train_by_two_losses,
     skip_what_is_not_finite,
     save_at_an_update,
     be_refused,

@@ -18,6 +18,7 @@ from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
 sys.path.insert(0, str(Path(__file__).parent))
+from described_messages import bytes_of_sums, described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
@@ -40,14 +41,12 @@ from step_probe import operators  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
     HSDP,
-    Accumulator,
     ClipByGroupNorm,
     ClipByValue,
     DataParallel,
     GradAccumulation,
     MixedPrecision,
     Model,
-    TrainingPlan,
     TrainOneStepCell,
 )
 from ms_gradaccum.gradients.clipping import check_clip  # noqa: E402
@@ -58,7 +57,6 @@ rank, size = get_rank(), get_group_size()
 results = {}
 KINDS = {
     "data parallel": DataParallel(),
-    "data parallel, overlapping": DataParallel(overlap=True),
     "data parallel, each batch": DataParallel(sync_each_batch=True),
     "all shards": HSDP(threshold=0),
     "two shards": HSDP(2, 0),
@@ -81,10 +79,10 @@ def record(name, network, optimizer, output):
 CLIPPED_BY_VALUE = ["data parallel", "all shards", "two shards, level2"]
 COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
 # These are compiled, and the collectives in their graphs are counted.
-COMPILED = {2: ["data parallel, overlapping", "all shards"], 4: ["two shards, level2"]}
+COMPILED = {2: ["data parallel", "all shards"], 4: ["two shards, level2"]}
 # Of these the messages of a window are counted, for some micro_size.
 COUNTED = {
-    2: ["data parallel", "data parallel, overlapping", "data parallel, each batch", "all shards", "all shards, level2"],
+    2: ["data parallel", "data parallel, each batch", "all shards", "all shards, level2"],
     4: ["two shards", "two shards, level2"],
 }
 
@@ -114,7 +112,7 @@ def train_and_look_at_the_graphs(name, kind):
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[size][-1])
     with mock.patch.object(_cell_graph_executor, "compile", note):
         record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size, ONE_SHAPE))
-    traffic = step.body.reducer.layout.messages()
+    traffic = described(step.body.reducer.layout)
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),
         "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
@@ -175,36 +173,25 @@ def count_messages():
 
 
 def messages_of(kind, micro_size, clip=None):
-    """Return the messages and sums of a window of one batch, those of the plan, and those that the step reports."""
+    """Return the messages and sums of a window of one batch, and those that its layout stands for."""
     network = build_network()
     parameters = network.trainable_params()
     settings = {"parallel": kind, "clip": clip}
-    plan = TrainingPlan(
-        dataset_size=16 * size,
-        batch_size=16,
-        epochs=1,
-        ranks=size,
-        micro_size=micro_size,
-        parameters=parameters,
-        **settings,
-    )
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
     kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = step.body.reducer.layout.messages(check_clip("test", clip).norm_passes)
+    traffic = described(step.body.reducer.layout, check_clip("test", clip).norm_passes)
     return {
         "sent": sent,
-        "planned": plan.window_messages,
         "described": traffic.of_window(1, micro_size),
         "kept": sum(kept.values()),
-        "planned to keep": plan.buffer_bytes,
-        "kept by description": step.body.reducer.layout.sum_bytes,
+        "kept by description": bytes_of_sums(step.body.reducer.layout),
     }
 
 
 def unforeseen_messages_of(kind):
-    """Return the messages of a window of four micro batches and those that the step reports, which no plan knows."""
+    """Return the messages of a window of four micro batches and those that its layout stands for."""
     network = build_network()
     settings = {
         "parallel": kind,
@@ -217,9 +204,9 @@ def unforeseen_messages_of(kind):
     sums = [*step.body.buffer.sums, *step.body.reducer.sums]
     return {
         "sent": sent,
-        "described": step.body.reducer.layout.messages().of_window(1, 4),
+        "described": described(step.body.reducer.layout).of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
-        "kept by description": step.body.reducer.layout.sum_bytes,
+        "kept by description": bytes_of_sums(step.body.reducer.layout),
     }
 
 
@@ -266,7 +253,7 @@ def disagree():
 
 def run_out_of_data_early():
     """Rank 0 has three batches of two rows, the others two."""
-    for name in ("data parallel", "data parallel, overlapping", "two shards, level2"):
+    for name in ("data parallel", "two shards, level2"):
         for last_window in ("apply", "drop"):
             network = build_network()
             optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
@@ -363,9 +350,10 @@ def notice_different_weights():
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
     step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
     inputs = [Tensor(array) for array in share(batch(0), rank, size)]
-    step(*inputs)
+    step(*inputs), step(*inputs)
     if rank:
         network[0].bias.set_data(network[0].bias + 1e-6)
+    # In window 3, in which the ranks compare nothing else.
     try:
         step(*inputs)
     except RuntimeError as error:
@@ -380,22 +368,6 @@ def look_rows_up():
         train_lookup(rank, size, parallel=KINDS["all shards, level2"])
     except ValueError as error:
         results["lookup refused"] = str(error).splitlines()[0]
-
-
-def overlap():
-    kind = KINDS["data parallel, overlapping"]
-    _, step = build_step(parallel=kind, accumulation_steps=2)
-    with compiling("the report"):
-        train_batches(step, (0, 1), rank, size)
-    reports = [len(report.graphs) for (reduces, _), report in step.body.end.reports.items() if not reduces]
-    results["reports of an overlapping window"] = [len(step.body.end.reports) - len(reports), *reports]
-    network = build_network()
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    cell = nn.WithLossCell(network, nn.MSELoss())
-    try:
-        Accumulator(cell, optimizer, 2, parallel=kind)
-    except ValueError as error:
-        results["overlap refused"] = str(error)
 
 
 def warn_about_level3():
@@ -422,7 +394,7 @@ PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, not
 PARTS += (
     []
     if size == 4
-    else [look_rows_up, overlap, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
+    else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [] if size == 4 else [train_in_the_context_of_data_parallel, train_in_pynative_mode]
 PARTS += [count_messages]

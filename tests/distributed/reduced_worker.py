@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
 sys.path.insert(0, str(Path(__file__).parent))
+from described_messages import described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
 from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers, gradients, reduce_itself, whole_weights  # noqa: E402
 from scenarios import OPTIMIZERS, batch, share  # noqa: E402
@@ -156,7 +157,7 @@ def count_messages():
     del sizes[:]
     with mock.patch.object(reduced, "gather_counts", lambda count: counts.append(count) or gather(count)):
         train(network, accumulator, 3, 1, first=3)
-    planned = reducer.layout.messages().of_window(3, 3)
+    planned = described(reducer.layout).of_window(3, 3)
     results["messages"] = [sizes, counts, [[each.operator, each.nbytes] for each in planned]]
 
 

@@ -8,9 +8,9 @@ from mindspore import Tensor, amp, nn
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
+from simulation.partition import gpu_target, operator_names, partition
 
 from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
-from ms_gradaccum.tools.simulation.partition import gpu_target, operator_names, partition
 
 _PLAIN = Variant(2)
 _MANAGER = amp.DynamicLossScaleManager()

@@ -1,19 +1,15 @@
 """Networks whose operators are sharded (dp x mp), and how they are trained: ours partitioned, and one whole batch."""
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama import LazyLlamaLoss, Llama, LlamaLoss, tokens_of  # noqa: E402
 from mindspore import Tensor, lazy_inline, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import WholeBatch, loss_of
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, TrainOneStepCell
-
-sys.path.append(str(Path(__file__).parents[2] / "sample_code" / "sharded_llama"))
-from llama import LazyLlamaLoss, Llama, LlamaLoss, tokens_of  # noqa: E402
 
 ROWS = 16
 UPDATES = 3

@@ -9,9 +9,8 @@ from mindspore import Tensor
 from quick_mindspore import eagerly
 from semi_auto_worker import attempt, largest_difference, purposes_of
 from sharded_cells import ROWS, UPDATES, Llama, Sharded, batch_of, our_step, whole_batch_of
-
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
-from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
+from simulation.cpu_program import CpuProgram, own_part, whole_values
+from simulation.partition import connect, gpu_target, partition
 
 VARIANTS = {
     "2x2-level1-four-clip-scale": Sharded(2, 2, micro_size=4, level="level1", max_norm=0.3, loss_scale=1024.0),

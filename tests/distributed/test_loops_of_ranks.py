@@ -16,7 +16,6 @@ from loop_scenarios import (  # noqa: E402
     train_functionally,
     train_loop,
     train_sentences,
-    train_two_losses,
     train_with_scheduler,
 )
 from scenarios import batch, build_network, weights_of  # noqa: E402
@@ -93,9 +92,8 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(end,
         assert made == updates and rate == pytest.approx(expected[2]) and expected[2] < 0.1
 
 
-# Gradients that the caller took, and two losses of uneven ranks, which train the sum of their means.
+# Gradients that the caller took.
 LOOPS = [("functional", train_functionally, name) for name in KINDS]
-LOOPS += [("two losses", train_two_losses, name) for name in ("data parallel", "level1")]
 
 
 @pytest.mark.parametrize("loop, train, name", LOOPS)
@@ -106,14 +104,6 @@ def test_gradients_of_a_loop_are_added_over_the_ranks(loop, train, name, two):
         np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
         assert (updated, rows) == (1, 24)
-
-
-def test_a_second_loss_that_fails_on_one_rank_drops_the_window_on_all(two):
-    for report in two:
-        assert report["two losses level2"].startswith("For 'Accumulator', the argument 'same_batch' must be False for")
-        assert report["two losses, one failed"] == [True, False]
-        assert report["two losses, then"] == [False, True]
-    assert "two losses, error" in two[1] and "two losses, error" not in two[0]
 
 
 def test_all_ranks_skip_what_one_cannot_use(two):

@@ -13,7 +13,7 @@ from scenarios import ONE_SHAPE, batch, build_network, share  # noqa: E402
 PART, SIZES = "other_losses_worker", (2,)
 # The batch of rank 0 after rank 1 has run out of data.
 LAST = [array[:9] for array in batch(1)]
-KINDS = ["data parallel", "overlapping", "each batch", "level1", "level2", "16-bit messages"]
+KINDS = ["data parallel", "each batch", "level1", "level2", "16-bit messages"]
 
 
 def means(*parts):

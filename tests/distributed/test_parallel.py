@@ -29,7 +29,6 @@ from scenarios import (  # noqa: E402
 PART, SIZES = "parallel_worker", (2, 4)
 KINDS = [
     "data parallel",
-    "data parallel, overlapping",
     "data parallel, each batch",
     "all shards",
     "two shards",
@@ -129,7 +128,7 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
         assert four[0][f"{name}, norm"]["state"] == expected
 
 
-@pytest.mark.parametrize("name,messages", [("data parallel", 1), ("data parallel, overlapping", 1), ("all shards", 4)])
+@pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])
 def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two):
     one, four = [counted["sent"] for counted in two[0][f"messages {name}"]]
     # All sums, the loss and the weight in one. Shards: what stays whole, the sums, the norm, the weights.
@@ -149,7 +148,6 @@ def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
     "processes,name",
     [
         ("two", "data parallel"),
-        ("two", "data parallel, overlapping"),
         ("two", "data parallel, each batch"),
         ("two", "all shards"),
         ("two", "all shards, level2"),
@@ -160,16 +158,16 @@ def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
         ("four", "two shards, level2"),
     ],
 )
-def test_the_messages_and_the_sums_are_those_that_were_planned(processes, name, request):
+def test_the_messages_and_the_sums_are_those_of_the_layout(processes, name, request):
     for report in request.getfixturevalue(processes):
         for counted in report[f"messages {name}"]:
-            assert counted["sent"] == counted["planned"] == counted["described"]
-            assert counted["kept"] == counted["planned to keep"] == counted["kept by description"]
+            assert counted["sent"] == counted["described"]
+            assert counted["kept"] == counted["kept by description"]
 
 
 @pytest.mark.parametrize(
     "processes,name",
-    [("two", "data parallel, overlapping"), ("two", "all shards"), ("four", "two shards, level2")],
+    [("two", "data parallel"), ("two", "all shards"), ("four", "two shards, level2")],
 )
 def test_the_graphs_have_the_collectives_that_the_reducer_describes(processes, name, request):
     for report in request.getfixturevalue(processes):
@@ -185,16 +183,6 @@ def test_16_bits_and_dropped_micro_batches_are_in_what_the_reducer_describes(nam
         assert found["kept"] == found["kept by description"]
         # The loss, the weight and the dropped micro batches go by themselves.
         assert ["AllReduce", 2, 12] in found["sent"]
-
-
-def test_the_last_micro_batch_reduces_the_sums_where_that_overlaps(two):
-    # One graph that reports without reducing, and none that reduces.
-    assert [report["reports of an overlapping window"] for report in two] == [[0, 1]] * 2
-    got = "but got DataParallel(sync_each_batch=False, overlap=True, check_weights=False)."
-    assert two[1]["overlap refused"] == (
-        f"For 'Accumulator', the argument 'parallel' must be one without overlap, {got} Its step() adds up the "
-        f"gradients; overlap is for TrainOneStepCell and Model."
-    )
 
 
 def test_shared_sums_take_their_part_of_the_memory(two):
@@ -295,7 +283,7 @@ def test_settings_that_differ_raise_on_every_rank(four):
     assert [report["disagreement"] for report in four] == [sentence] * 4
 
 
-@pytest.mark.parametrize("name", ["data parallel", "data parallel, overlapping", "two shards, level2"])
+@pytest.mark.parametrize("name", ["data parallel", "two shards, level2"])
 @pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
     assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2

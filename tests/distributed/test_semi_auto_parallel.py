@@ -2,8 +2,7 @@
 
 import pytest
 from semi_auto_worker import COUNTS, NUMBERS
-
-from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+from simulation.cuda_stubs import why_not
 
 PART, SIZES = "semi_auto_worker", (2, 4) if why_not() is None else ()
 FOR_GPU = True

@@ -2,8 +2,7 @@
 
 import pytest
 from sharded_worker import VARIANTS
-
-from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+from simulation.cuda_stubs import why_not
 
 PART, SIZES = "sharded_worker", (4,) if why_not() is None else ()
 FOR_GPU = True

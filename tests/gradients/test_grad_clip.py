@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 from mindspore import Tensor
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue
-from ms_gradaccum.backend.kernels import sum_of_squares
+from ms_gradaccum.backend.arithmetic import sum_of_squares
 from ms_gradaccum.gradients.clipping import NoClip
 
 GRADS = st.lists(

@@ -198,14 +198,13 @@ class Results(train.Callback):
         self.mse.append(run_context.original_args().metrics["mse"])
 
 
-@pytest.mark.parametrize("evaluate", [True, False])
-def test_fit_evaluates_the_averages_if_told_to(evaluate, eager):
+def test_fit_evaluates_the_averages(eager):
     network, model = toy_with_metrics(accumulation_steps=4)
-    ema, results = EMA(0.5, warmup_updates=0, evaluate=evaluate), Results()
+    ema, results = EMA(0.5, warmup_updates=0), Results()
     model.fit(2, batches(2), batches(8), callbacks=[ema, results])
     weights = [descend(ALL), descend(ALL, ALL)]
     averages = [peers_average(weights[:n], 0.5, 0) for n in (1, 2)]
-    np.testing.assert_allclose(results.mse, [25.5 * (2 - w) ** 2 for w in (averages if evaluate else weights)], 1e-3)
+    np.testing.assert_allclose(results.mse, [25.5 * (2 - w) ** 2 for w in averages], 1e-3)
     assert abs(weight_of(network) - weights[-1]) < 1e-6
     # Model.eval with it, too.
     evaluated = model.eval(batches(8), callbacks=ema)["mse"]
@@ -433,7 +432,6 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
         ({"warmup_updates": -1}, ValueError, "'warmup_updates' must be a number of at least 0, but got -1."),
         ({"warmup_updates": np.inf}, ValueError, "'warmup_updates' must be a number of at least 0, but got inf."),
         ({"trainable_only": 1}, TypeError, "'trainable_only' must be a bool, but got 1 of type int."),
-        ({"evaluate": None}, TypeError, "'evaluate' must be a bool, but got None of type NoneType."),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, kind, text):

@@ -1,9 +1,7 @@
-"""Several losses of one batch by a backward pass each, and losses of tensors that have a `backward` of their own."""
+"""Losses of tensors that have a `backward` of their own, and a second backward pass of a batch, which is refused."""
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -12,7 +10,7 @@ from mindspore import Tensor, _c_expression, nn, ops
 from mindspore.amp import StaticLossScaler
 from step_probe import number
 
-from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, save_state
+from ms_gradaccum import Accumulator, TokenMeanLoss
 from ms_gradaccum.backend.compiled import _pynative_executor
 
 RANDOM = np.random.default_rng(7)
@@ -59,218 +57,20 @@ def whole_windows():
     return losses, values_of(critic)
 
 
-def train(critic, network, second, **options):
-    """Train with two backward passes per batch, the second one with these keywords."""
-    accumulator = Accumulator(network, momentum(critic), 2, **options)
-    reports = []
-    for rows in BATCHES:
-        with accumulator.accumulate():
-            accumulator.backward(Tensor(REAL[rows]), 1.0)
-            loss = accumulator.backward(Tensor(FAKE[rows]), 0.0, **second)
-            reports.append(accumulator.step())
-    assert number(loss) == pytest.approx(number(critic(Tensor(FAKE[rows]), 0.0)), rel=0.5)
-    return reports[1::2], values_of(critic)
-
-
-def split(critic):
-    return GradAccumulation(critic, 2)
-
-
-def as_it_is(critic):
-    return critic
-
-
-SCALED = {"mixed_precision": StaticLossScaler(1024)}
-# Each mode with each number of micro batches, with and without a scale, and these with each other.
-PASSES = {
-    "GRAPH-one micro batch": (ms.GRAPH_MODE, as_it_is, {}),
-    "GRAPH-two micro batches-scaled": (ms.GRAPH_MODE, split, SCALED),
-    "PYNATIVE-one micro batch-scaled": (ms.PYNATIVE_MODE, as_it_is, SCALED),
-    "PYNATIVE-two micro batches": (ms.PYNATIVE_MODE, split, {}),
-}
-
-
-@pytest.mark.parametrize("mode, cells, options", PASSES.values(), ids=PASSES, indirect=["mode"])
-def test_two_backward_passes_of_a_batch_train_the_sum_of_both_means(mode, cells, options):
-    losses, expected = whole_windows()
-    critic = Critic()
-    reports, values = train(critic, cells(critic), {"same_batch": True}, **options)
-    np.testing.assert_allclose([number(report.loss) for report in reports], losses, rtol=2e-6)
-    assert [number(report.weight) for report in reports] == [6, 6]
-    for value, exact in zip(values, expected):
-        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
-
-
-def test_rows_that_would_count_twice_train_half_of_it(eager):
-    losses, _ = whole_windows()
+def test_a_second_backward_pass_of_a_batch_is_refused(eager):
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
-    accumulator.backward(Tensor(REAL[:6]), 1.0), accumulator.backward(Tensor(FAKE[:6]), 0.0)
-    assert number(accumulator.step().loss) == pytest.approx(losses[0] / 2, rel=1e-6)
-
-
-def test_without_the_argument_a_second_pass_is_refused(eager):
-    with pytest.raises(RuntimeError, match="must have one backward pass in accumulate"):
-        train(*[Critic()] * 2, {})
-
-
-def test_the_first_loss_of_a_batch_is_not_another_one(eager):
-    critic = Critic()
-    accumulator = Accumulator(critic, momentum(critic), 2)
-    sentence = r"same_batch=True must follow another loss of its batch, but got none in the open window\. Leave it out"
-    for context in (accumulator.accumulate(), accumulator.no_sync()):
-        with pytest.raises(RuntimeError, match=sentence), context:
-            accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=True)
-    assert accumulator.drop() == 0
-    with pytest.raises(TypeError, match="'same_batch' must be a bool, but got 1"):
-        accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=1)
-
-
-FAILURES = {
-    "other rows": (FAKE[:3], "as many rows as the loss before, but got 3 after 2"),
-    "a shape": (FAKE[:2, :2], ""),
-}
-
-
-@pytest.mark.parametrize("caught_inside", [True, False])
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_failed_second_loss_drops_its_window(failure, before, caught_inside, eager):
-    """No half of a batch is trained, and the next window is a whole one."""
-    critic, (rows, error) = Critic(), FAILURES[failure]
-    start = values_of(critic)
-    accumulator = Accumulator(critic, momentum(critic), 2)
-    for _ in range(before):
+    with pytest.raises(RuntimeError, match="must have one backward pass in accumulate"), accumulator.accumulate():
         accumulator.backward(Tensor(REAL[:2]), 1.0)
-    caught = warnings.catch_warnings(record=True)
-    with caught as said, nullcontext() if caught_inside else pytest.raises(Exception, match=error):
-        warnings.simplefilter("always")
-        with accumulator.accumulate():
-            accumulator.backward(Tensor(REAL[:2]), 1.0)
-            with pytest.raises(Exception, match=error) if caught_inside else nullcontext():
-                accumulator.backward(Tensor(rows), 0.0, same_batch=True)
-    dropped = [str(each.message) for each in said if "failed in mid-window" in str(each.message)]
-    assert ["1 batch before it" in text for text in dropped] == [True] * before
-    assert not accumulator.window.is_open and accumulator.window.batches == 0
-    np.testing.assert_array_equal(values_of(critic)[0], start[0])
-    losses, expected = whole_windows()
-    for window in (BATCHES[:2], BATCHES[2:]):
-        for part in window:
-            with accumulator.accumulate():
-                accumulator.backward(Tensor(REAL[part]), 1.0)
-                accumulator.backward(Tensor(FAKE[part]), 0.0, same_batch=True)
-                report = accumulator.step()
-        assert number(report.loss) == pytest.approx(losses.pop(0), rel=2e-6)
-    for value, exact in zip(values_of(critic), expected):
-        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+        accumulator.backward(Tensor(FAKE[:2]), 0.0)
 
 
-def fails_in_the_second(event):
-    if event.micro_batch == 1:
-        raise ValueError
-
-
-def test_a_micro_batch_of_a_second_loss_that_fails_is_no_batch_before_it(eager):
-    critic = Critic()
-    accumulator = Accumulator(GradAccumulation(critic, 2), momentum(critic), 2)
-    with warnings.catch_warnings(), pytest.raises(ValueError):
-        warnings.filterwarnings("error", ".*failed in mid-window")
-        with accumulator.accumulate():
-            accumulator.backward(Tensor(REAL[:2]), 1.0)
-            accumulator.add_callback(SimpleNamespace(on_micro_batch_begin=fails_in_the_second))
-            accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
-    assert not accumulator.window.is_open
-
-
-ENDS = {
-    "step": lambda accumulator: accumulator.step(),
-    "flush": lambda accumulator: accumulator.flush(),
-    "drop": lambda accumulator: accumulator.drop(),
-    "zero_grad": lambda accumulator: accumulator.zero_grad(),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_second_loss_after_the_end_of_the_window_is_refused(end, eager):
-    """Its rows are gone: the gradient would train with those of the next window."""
-    critic = Critic()
-    accumulator = Accumulator(critic, momentum(critic))
-    with pytest.raises(RuntimeError, match="must follow another loss of its batch, but got none in the open window"):
-        with accumulator.accumulate():
-            accumulator.backward(Tensor(REAL[:2]), 1.0)
-            ENDS[end](accumulator)
-            accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
-    assert not accumulator.window.is_open
-
-
-def compiled_windows(x, y, between):
-    """Loss and weight of a window of a compiled function, after one of it and so many batches of two losses.
-
-    The learning rate is 0, so that all windows have the same loss.
-    """
-    network, loss_fn = nn.Dense(1, 1, weight_init="zeros", has_bias=False), nn.MSELoss()
-    optimizer = nn.SGD(network.trainable_params(), 0.0)
-    accumulator = Accumulator(nn.WithLossCell(network, loss_fn), optimizer, 2, check_loss=False)
-
-    def forward(x, y):
-        return loss_fn(network(x), y)
-
-    gradient = ms.value_and_grad(forward, None, optimizer.parameters)
-
-    @ms.jit
-    def add(x, y):
-        loss, grads = gradient(x, y)
-        return accumulator(grads, 2.0, loss)
-
-    add(x, y), add(x, y)
-    for _ in range(between):
-        with accumulator.accumulate():
-            accumulator.backward(x, y)
-            accumulator.backward(x, -y, same_batch=True)
-            accumulator.step()
-    add(x, y)
-    report = add(x, y)
-    return number(report[0]), number(report[-1])
-
-
-def test_a_compiled_loop_goes_on_after_a_second_loss(mode):
-    """Its graph adds to the same memory as before."""
-    x, y = Tensor(REAL[:2, :1]), Tensor(FAKE[:2, :1])
-    np.testing.assert_allclose(compiled_windows(x, y, 2), compiled_windows(x, y, 0), rtol=1e-6)
-
-
-def test_a_state_is_saved_after_the_last_loss_of_a_batch(tmp_path, eager):
+def test_an_argument_that_the_network_does_not_take_is_refused(eager):
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
-    with pytest.raises(RuntimeError, match="got a saved state in between"), accumulator.accumulate():
-        accumulator.backward(Tensor(REAL[:2]), 1.0)
-        save_state(accumulator, tmp_path)
-        accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
-
-
-def test_the_end_of_the_data_of_a_second_loss_ends_the_window(eager):
-    critic = Critic()
-    accumulator, ends = Accumulator(critic, momentum(critic), 2), []
-    parts = [(Tensor(REAL[i : i + 2]), Tensor(FAKE[i : i + 2])) for i in range(0, 8, 2)]
-    for real, fake in zip(*accumulator.prepare([real for real, _ in parts], [fake for _, fake in parts[:3]])):
-        with accumulator.accumulate():
-            accumulator.backward(real, 1.0)
-            accumulator.backward(fake, 0.0, same_batch=True)
-            ends.append(accumulator.sync_gradients)
-            accumulator.step()
-    assert ends == [False, True, True]
-
-
-def test_it_is_refused_where_the_rows_are_not_what_counts(eager):
-    critic = Critic()
-    tokens = TokenMeanLoss(nn.Dense(3, 2))
-    for network, options in ((tokens, {}), (critic, {"bad_micro_batch": "drop"})):
-        accumulator = Accumulator(network, momentum(network), 2, **options)
-        labels = Tensor(np.zeros(2, np.int32)) if network is tokens else 1.0
-        with pytest.raises(ValueError, match="argument 'same_batch' must be False for a loss with a weight of its own"):
-            with accumulator.accumulate():
-                accumulator.backward(Tensor(REAL[:2]), labels)
-                accumulator.backward(Tensor(REAL[:2]), labels, same_batch=True)
+    with pytest.raises(TypeError, match="same_batch"):
+        accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=True)
+    assert not accumulator.window.is_open
 
 
 @pytest.fixture
@@ -304,24 +104,14 @@ def test_losses_that_have_a_backward_pass_of_their_own(backward_of_tensors, opti
     for rows in BATCHES:
         count = len(REAL[rows])
         with accumulator.accumulate():
-            loss = critic(Tensor(REAL[rows]), 1.0)
+            loss = critic(Tensor(REAL[rows]), 1.0) + critic(Tensor(FAKE[rows]), 0.0)
             assert accumulator.backward(loss, weight=count) is loss
-            accumulator.backward(critic(Tensor(FAKE[rows]), 0.0), weight=count, same_batch=True)
             reports.append(optimizer.step())
             optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in critic.trainable_params())
     np.testing.assert_allclose([number(report.loss) for report in reports[1::2]], losses, rtol=2e-6)
     for value, exact in zip(values_of(critic), expected):
         np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
-    with pytest.raises(ValueError, match="as many rows as the loss before, but got 3 after 2"):
-        with accumulator.accumulate():
-            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2)
-            accumulator.backward(critic(Tensor(REAL[:3]), 1.0), weight=3, same_batch=True)
-    accumulator = Accumulator(critic, momentum(critic), 2, bad_micro_batch="drop")
-    with pytest.raises(ValueError, match="argument 'same_batch' must be False for a loss with a weight of its own"):
-        with accumulator.accumulate():
-            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2)
-            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2, same_batch=True)
 
 
 def test_gradients_of_functions_and_of_losses_take_turns(backward_of_tensors):

@@ -36,10 +36,9 @@ LEVEL = "For 'HSDP', the argument 'optimizer_level' must be one of 'level1', 'le
         ),
         (
             DataParallel,
-            {"sync_each_batch": True, "overlap": True},
-            ValueError,
-            "For 'DataParallel', the argument 'overlap' must be False with sync_each_batch, but got True. Each micro "
-            "batch sends its gradients already.",
+            {"overlap": True},
+            TypeError,
+            "DataParallel.__init__() got an unexpected keyword argument 'overlap'",
         ),
         (
             DataParallel,

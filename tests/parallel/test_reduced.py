@@ -7,7 +7,7 @@ from linear_toy import descend, line, weight_of
 from loop_toy import FOUR
 from mindspore import nn
 
-from ms_gradaccum import Accumulator, Reduced, TrainingPlan
+from ms_gradaccum import Accumulator
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -28,10 +28,3 @@ def test_the_scale_of_a_network_in_one_process_is_undone():
             output = accumulator.step()
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)), rel=1e-6)
     assert output.weight == 4
-
-
-def test_a_plan_counts_scalars_alone():
-    sizes = {"dataset_size": 8, "batch_size": 1, "epochs": 1, "ranks": 4}
-    plan = TrainingPlan(**sizes, parameters=line().trainable_params(), parallel=Reduced())
-    # The number of micro batches of each batch; loss and weight.
-    assert [message.nbytes for message in plan.window_messages] == [4, 8]

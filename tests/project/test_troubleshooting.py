@@ -497,20 +497,20 @@ def parameters_that_became_different(monkeypatch, _):
 @says("For 'TrainOneStepCell', the ranks must read different data")
 def the_same_rows_on_two_ranks(monkeypatch, _):
     monkeypatch.setattr(world, "_send", lambda words: np.stack((words, words)))
-    world.compare_ranks("TrainOneStepCell", world.FirstInput("batch", "12345678", 4, []), [], [], False)
+    world.compare_ranks("TrainOneStepCell", world.FirstInput("batch", "12345678", 4, []), [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates")
 def other_rows_in_a_network_that_communicates(monkeypatch, _):
     firsts = [world.FirstInput("batch", f"{rows}", rows, ["AllReduce"]) for rows in (3, 4)]
     monkeypatch.setattr(world, "gather_values", lambda value: [[first, *value[1:]] for first in firsts])
-    world.compare_ranks("TrainOneStepCell", firsts[0], [], [], False)
+    world.compare_ranks("TrainOneStepCell", firsts[0], [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
 def parameters_that_one_rank_has_loaded(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda value: [value, [*value[:2], "another"]])
-    world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [], True)
+    world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must do the same in the same order")
@@ -529,7 +529,7 @@ def a_rank_that_stops_alone(monkeypatch, _):
 @says("For 'TrainOneStepCell', a window must be whole on all ranks")
 def a_batch_that_has_failed_on_a_rank(*_):
     window = step_of(loss_cell()).body.window
-    window.several, window.is_alike = True, False
+    window.several = True
     window.discard(for_all=True)
     window.close()
 

@@ -31,7 +31,6 @@ from ms_gradaccum import (
     ParameterDifference,
     ProgressBar,
     SavedState,
-    Simulation,
     StateCheckpoint,
     StepEvent,
     StepOutput,
@@ -44,7 +43,6 @@ from ms_gradaccum import (
     find_micro_size,
     load_state,
     save_state,
-    simulate,
     verify,
 )
 
@@ -66,11 +64,6 @@ def build() -> tuple[nn.Cell, nn.Cell, tuple[Tensor, Tensor]]:
     x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
     optimizer = nn.SGD(network.trainable_params(), 0.02)
     return nn.WithLossCell(network, nn.MSELoss()), optimizer, (Tensor(x), Tensor(2 * x))
-
-
-def build_partitioned() -> tuple[TrainOneStepCell, tuple[Tensor, Tensor]]:
-    loss_cell, optimizer, batch = build()
-    return TrainOneStepCell(loss_cell, optimizer), batch
 
 
 def dataset() -> Dataset:
@@ -189,11 +182,9 @@ def before_a_training() -> TrainingPlan:
         batch_size=2,
         epochs=1,
         accumulation_steps=4,
-        parameters=loss_cell.trainable_params(),
     )
     assert_type(plan.updates, int)
     assert_type(plan.update_rows, list[int])
-    assert_type(plan.buffer_bytes, int | None)
     report = verify(loss_cell, batch, 4)
     assert_type(report, VerifyReport)
     assert_type(report.parameters, tuple[ParameterDifference, ...])
@@ -206,10 +197,7 @@ def before_a_training() -> TrainingPlan:
 def in_processes_of_their_own() -> str:
     """Is not run by the test: these start processes that import this file."""
     assert_type(find_micro_size(build, "4GiB", report=print), int)
-    simulation = simulate(build_partitioned, devices=4, run=True)
-    assert_type(simulation, Simulation)
-    assert_type(simulation.ours.compile_seconds, float)
-    return str(simulation)
+    return "done"
 
 
 def settings() -> nn.Cell:

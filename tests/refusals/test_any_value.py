@@ -115,10 +115,6 @@ PLAN = {
     "micro_size": COUNTS,
     "accumulation_steps": COUNTS,
     "last_window": WINDOWS,
-    "clip": CLIPS,
-    "parallel": KINDS,
-    "parameters": st.builds(lambda: line().trainable_params()),
-    "device_target": st.sampled_from([None, "CPU", "GPU"]),
 }
 CALLS = [
     Call(
@@ -130,9 +126,7 @@ CALLS = [
     clips(ClipByGlobalNorm, "max_norm"),
     clips(ClipByValue, "limit"),
     Call(ClipByGroupNorm, {"limits": st.dictionaries(st.text(min_size=1), LIMITS, min_size=1)}, ("limits",)),
-    # Of overlap and sync_each_batch one alone may be True, which test_parallel_settings.py shows.
     Call(DataParallel, {"sync_each_batch": BOOLS, "check_weights": BOOLS}),
-    Call(DataParallel, {"overlap": BOOLS, "check_weights": BOOLS}),
     Call(Reduced, {"mean": BOOLS, "check_weights": BOOLS}),
     Call(
         HSDP,

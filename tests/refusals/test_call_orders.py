@@ -51,8 +51,8 @@ def test_accumulate_inside_accumulate():
 def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
     network, accumulator = toy_loop(4)
     sentence = (
-        "For 'Accumulator', a network must have one backward pass in accumulate(), but got a second one. Give "
-        "same_batch=True for another loss of the same rows, or write one 'with' per micro batch."
+        "For 'Accumulator', a network must have one backward pass in accumulate(), but got a second one. "
+        "Return the sum of both losses from one cell, or write one 'with' per micro batch."
     )
     for each in FOUR:
         with accumulator.accumulate():

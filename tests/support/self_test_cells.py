@@ -85,7 +85,7 @@ class HereJob:
 
 
 class FewJobs:
-    """Stands in for Job: cells of several processes share one job, but for what compiles for GPUs.
+    """Stands in for Job: cells of several processes share one job.
 
     ``cells`` are all that come.
     """
@@ -94,20 +94,18 @@ class FewJobs:
         self.shared = [cell for cell in cells if cell.parallel != ALONE and not cell.partitioned]
         self.reports = []
 
-    def __call__(self, count, function, task, extra):
+    def __call__(self, count, function, task):
         if count == 1:
             return HereJob(task)
-        if task["simulated"]:
-            return Job(count, function, task, extra)
-        return self._of_shared(count, task, extra)
+        return self._of_shared(count, task)
 
     @contextmanager
-    def _of_shared(self, count, task, extra):
+    def _of_shared(self, count, task):
         names = ("size", "workers", "device", "folder")
         cells = [asdict(cell) | {name: task["cell"][name] for name in names} for cell in self.shared]
         if not self.reports:
             tasks = [task | {"cell": cell} for cell in cells]
-            with Job(count, f"{__name__}:try_cells", {"tasks": tasks}, extra) as job:
+            with Job(count, f"{__name__}:try_cells", {"tasks": tasks}) as job:
                 self.reports = job.wait(300, str)
         found = [report["cells"][cells.index(task["cell"])] for report in self.reports]
         yield SimpleNamespace(wait=lambda timeout, tell: found)

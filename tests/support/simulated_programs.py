@@ -1,7 +1,4 @@
-"""Programs that the tests of `simulate` build in its processes: those of users, and such that fail."""
-
-import os
-import time
+"""Programs that the tests of `simulate` build in its processes: those of users, and one that is refused."""
 
 import mindspore as ms
 import numpy as np
@@ -62,19 +59,8 @@ def halves():
     return model, {"data": data, "label": label}
 
 
-def fails():
-    raise OSError("no such data")
-
-
 def alone():
     """Without AutoParallel."""
     network = nn.Dense(INSIDE, OUTSIDE)
     cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
     return TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), parallel="auto"), batch()
-
-
-def says_where_it_is():
-    """Tell the test that a process has come so far."""
-    with open(os.environ["SIMULATION_TEST_FILE"], "a") as file:
-        file.write(f"{os.getpid()}\n")
-    time.sleep(600)

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from ms_gradaccum.__main__ import main, parse
-from ms_gradaccum.backend.kernels import has_kernels
 from ms_gradaccum.tools import environment
 from ms_gradaccum.tools.builder import Builder, check_build
 from ms_gradaccum.tools.reporting.run_plot import draw, read_run
@@ -163,7 +162,6 @@ def test_a_wrong_command_is_status_2(arguments, capsys):
 GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
 
 
-@pytest.mark.parametrize("command", ["simulate", "micro-size"])
 @pytest.mark.parametrize(
     "build, got",
     [
@@ -172,14 +170,14 @@ GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
         ("nosuch.part:build", "whose module is not found. "),
     ],
 )
-def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path, capsys, monkeypatch):
+def test_a_build_that_is_not_there_starts_nothing(build, got, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert main([command, build, *(["--memory-limit", "4GiB"] if command == "micro-size" else [])]) == 2
+    assert main(["micro-size", build, "--memory-limit", "4GiB"]) == 2
     output = capsys.readouterr()
-    owner = {"simulate": "simulate", "micro-size": "find_micro_size"}[command]
-    rule = f"For '{owner}', the argument 'build' must be a function that a new process can import, but got '{build}', "
-    assert output.err.startswith(f"python -m ms_gradaccum {command}: {rule}{got.format(folder=tmp_path)}")
+    rule = "For 'find_micro_size', the argument 'build' must be a function that a new process can import"
+    rule += f", but got '{build}', "
+    assert output.err.startswith(f"python -m ms_gradaccum micro-size: {rule}{got.format(folder=tmp_path)}")
     assert output.err.count("\n") == 1 and output.out == ""
 
 
@@ -197,7 +195,7 @@ def test_a_build_that_is_there_is_not_run(tmp_path, monkeypatch):
         "__main__:build",
         "none",
     ):
-        check_build("simulate", build)
+        check_build("find_micro_size", build)
     assert not {"train", "apart"} & sys.modules.keys()
 
 
@@ -209,7 +207,7 @@ def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypat
     place = f"{tmp_path}/train.py:build"
     got = f"got '{place}', whose file imports nosuch, which is not found. Install it, or add its folder to PYTHONPATH."
     with pytest.raises(ValueError, match=re.escape(got)):
-        Builder.of("simulate", place).call()
+        Builder.of("find_micro_size", place).call()
     sys.modules.pop("__mp_main__")
 
 
@@ -218,7 +216,6 @@ def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypat
     [
         ("test", ["--device", "--workers N", "--timeout SECONDS", "--output FILE"]),
         ("micro-size", ["train.py:build", "--memory-limit SIZE", "--timeout SECONDS"]),
-        ("simulate", "train.py:build,--devices N,--run,--json FILE".split(",")),
         ("plot", ["run.jsonl", "-o"]),
         ("env", []),
     ],
@@ -234,7 +231,7 @@ def test_help_has_each_argument_its_default_and_an_example(command, arguments, c
     for argument, entry in said.items():
         assert re.search("required$|default: .+$" if argument[0] == "-" else "function that|files that", entry), entry
     # The defaults are those that it takes, and it takes its own example.
-    needed = {"micro-size": ["a:b", "--memory-limit", "1"], "simulate": ["a:b"], "plot": ["a"]}
+    needed = {"micro-size": ["a:b", "--memory-limit", "1"], "plot": ["a"]}
     for name, value in vars(parse([command, *needed.get(command, [])])).items():
         entry = next((entry for argument, entry in said.items() if argument.startswith(f"--{name}")), "")
         if entry and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -247,7 +244,7 @@ def test_help_names_all_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert re.findall(r"^    ([a-z-]+)(?= |$)", text, re.M) == ["test", "micro-size", "simulate", "plot", "env"]
+    assert re.findall(r"^    ([a-z-]+)(?= |$)", text, re.M) == ["test", "micro-size", "plot", "env"]
     assert "python -m ms_gradaccum COMMAND --help has the arguments of a command" in text
 
 
@@ -255,7 +252,7 @@ def test_wrong_arguments_do_not_wait_for_mindspore():
     program = (
         "import sys; from ms_gradaccum.__main__ import main; print(main(sys.argv[1:]), 'mindspore' in sys.modules)"
     )
-    command = [sys.executable, "-c", program, "simulate", "nofile.py:build"]
+    command = [sys.executable, "-c", program, "micro-size", "nofile.py:build", "--memory-limit", "1GiB"]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
     assert result.stdout == "2 False\n", result.stderr
 
@@ -263,7 +260,6 @@ def test_wrong_arguments_do_not_wait_for_mindspore():
 @pytest.mark.parametrize(
     "arguments, function",
     [
-        (["simulate", "numpy:array"], "simulation.simulate.simulate"),
         (["micro-size", "numpy:array", "--memory-limit", "1GiB"], "micro_size_finder.find_micro_size"),
         (["test"], "self_test.self_test.self_test"),
         (["plot", "run.jsonl"], "reporting.run_plot.draw"),
@@ -320,7 +316,6 @@ def test_env_says_what_a_bug_report_needs():
     assert facts["default mode"] == "PYNATIVE"
     assert facts["float16 products"] == "yes"
     assert facts["fast convolutions on CPU"] == "yes"
-    assert (facts["kernels for sums on CPU"] == "yes") == has_kernels()
 
 
 def test_env_says_what_fails_and_why(monkeypatch):

@@ -17,8 +17,6 @@ from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
 from ms_gradaccum.tools.self_test.trials import all_cells
-from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
-from ms_gradaccum.tools.simulation.partition import connect
 
 _OWNER = "test"
 # The version of the format. It changes if programs that read the old format would misread the new one.
@@ -67,17 +65,15 @@ def summary(found: dict[str, Any]) -> str:
 
 def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
     """Run a cell in its own processes, so that a cell that hangs or dies does not affect the others."""
-    simulated = cell.partitioned and cell.device == "CPU"
-    devices, lacking = facts.get("devices", cell.size), why_not() if simulated else None
+    devices = facts.get("devices", cell.size)
     if cell.workers == 1 and cell.parallel != ALONE:
         return _result("skipped", "it takes several processes")
     if cell.device != "CPU" and devices < cell.size:
         return _result("skipped", f"{cell.size} processes take as many devices, and there are {devices}")
-    if lacking:
-        return _result("skipped", f"CPU compiles for GPUs that are not there, but {lacking}")
-    task = {"cell": asdict(cell), "simulated": simulated, "describes": "devices" not in facts}
-    extra = stand_ins if simulated else lambda folder: {}
-    with Job(cell.size, f"{__name__}:try_cell", task, extra) as job:
+    if cell.partitioned and cell.device == "CPU":
+        return _result("skipped", "CPU has no semi-auto-parallel")
+    task = {"cell": asdict(cell), "describes": "devices" not in facts}
+    with Job(cell.size, f"{__name__}:try_cell", task) as job:
         try:
             reports = job.wait(timeout, lambda phase: None)
         except RankError as error:
@@ -91,14 +87,13 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
     return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0))
 
 
-def try_cell(meeting: Meeting, cell: dict[str, Any], simulated: bool, describes: bool) -> dict[str, Any]:
+def try_cell(meeting: Meeting, cell: dict[str, Any], describes: bool) -> dict[str, Any]:
     """Run a cell in one of its processes, and return its outcome."""
     here = Cell(**cell)
-    if not simulated and here.device != ms.get_context("device_target"):
+    if here.device != ms.get_context("device_target"):
         ms.set_device(here.device)
     if here.size > 1:
-        join = connect if simulated else init
-        join()
+        init()
         here = replace(here, rank=get_rank())
     meeting.join(here.rank, here.size)
     facts = {"devices": ms.hal.device_count(here.device), "environment": describe()} if describes else {}

@@ -1,23 +1,23 @@
 """The test cells. Each trains in windows and compares with MindSpore's own step on the whole batch."""
 
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, lazy_inline, nn
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.backend.device import built_for, multiply
+from ms_gradaccum.backend.device import multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell, Training, labelled_rows
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
-from ms_gradaccum.tools.simulation.partition import partition
 from ms_gradaccum.tools.whole_batch import values_of
 
 _SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
@@ -105,13 +105,10 @@ def one_graph(cell: Cell) -> Found:
 
 
 def semi_auto(cell: Cell) -> Found:
-    """Let MindSpore's compiler partition the step: rows over half of the processes, layers over two.
-
-    CPU has no semi-auto-parallel: there the step is compiled for GPUs, and the program runs on CPU processes.
-    """
+    """Let MindSpore's compiler partition the step: rows over half of the processes, layers over two."""
     if cell.size % 2:
         raise SkippedCell(f"sharded operators take an even number of processes, not {cell.size}")
-    dp, on_cpu = cell.size // 2, cell.device == "CPU"
+    dp = cell.size // 2
 
     def partitioned(network: nn.Cell) -> AutoParallel:
         around = AutoParallel(network)
@@ -119,7 +116,7 @@ def semi_auto(cell: Cell) -> Found:
         around.hsdp(threshold=0, optimizer_level="level3")
         return around
 
-    with built_for("GPU" if on_cpu else cell.device), graph_mode():
+    with graph_mode():
         training = Training(cell, _InlinedLoss, around=partitioned)
     # The columns of the first layer and the rows of the second are split over two devices.
     first, tanh, second = training.network
@@ -131,14 +128,20 @@ def semi_auto(cell: Cell) -> Found:
     # The two processes of one row of the mesh have the same rows of the data.
     batches = (training.batch(number, cell.rows) for number in (0, 1))
     parts = [[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch] for batch in batches]
-    step, values, start = training.step, None, whole_values(training.step)
-    program = CpuProgram(partition(step, *parts[0]), start, step.parameter_layout_dict, cell.rank) if on_cpu else step
+    step = training.step
+    for parameter in step.get_parameters():
+        parameter.init_data()
     for batch in parts:
-        training.note(program(*batch))
+        training.note(step(*batch))
     names, layouts = [parameter.name for parameter in step.network.trainable_params()], step.parameter_layout_dict
-    if isinstance(program, CpuProgram):
-        values = {str(i): program.values()[name] for i, name in enumerate(names)}
-    return training.compared(values, lambda i, value: own_part(value, layouts.get(names[int(i)]), cell.rank))
+    return training.compared(part=lambda i, value: own_part(value, layouts.get(names[int(i)]), cell.rank))
+
+
+def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
+    """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
+    if layout is None:
+        return value
+    return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
 class _InlinedLoss(nn.WithLossCell):

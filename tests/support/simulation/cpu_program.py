@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import create_group, get_group_size
-from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
+from ms_gradaccum.tools.self_test.trials import own_part
 from ms_gradaccum.tools.whole_batch import Values
+from simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 
 _CPU_WORLD_GROUP = "mccl_world_group"
 _Kind = mind_ir_pb2.AttributeProto.AttributeType
@@ -64,13 +63,6 @@ def whole_values(cell: nn.Cell) -> Values:
 def plain_name(name: str) -> str:
     """Return the name that a program's parameter has in its cell."""
     return name.rpartition(":")[2]
-
-
-def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
-    """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
-    if layout is None:
-        return value
-    return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
 def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:

@@ -1,11 +1,7 @@
-"""The results of a simulation, as a table and a dict."""
+"""The results of a simulation."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-from ms_gradaccum.backend.plain_state import Json
-from ms_gradaccum.tools.text import aligned, size_text
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The results of :func:`simulate`. ``print`` shows them as a table.
+    """The results of `simulate`.
 
     Attributes:
         devices: Number of devices.
@@ -80,31 +76,6 @@ class Simulation:
     ours: Program
     training: Training | None
 
-    def to_dict(self) -> dict[str, Json]:
-        """Return all results as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        held = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.ours.held_bytes.items())
-        compilation = f"{self.ours.compile_seconds:.1f} s, {size_text(self.ours.compile_bytes)} at most"
-        lines = [f"One of {self.devices} GPUs, per update:", *self._table()]
-        lines += [f"Held by each device: {held}.", f"Compiled here in {compilation}."]
-        trained = self.training
-        if trained is not None:
-            ours, whole = _numbers(trained.losses), _numbers(trained.whole_losses)
-            lines.append(f"Losses on {len(trained.losses)} updates: {ours}; one process: {whole}")
-            weights = f"Weights: at most {trained.difference:.1e} from those of one process with the whole batch "
-            lines.append(f"{weights}({trained.farthest}), where training moved them by up to {trained.moved:.1e}.")
-        return "\n".join(lines)
-
-    def _table(self) -> Iterator[str]:
-        """Return a line for each kind of messages."""
-        rows = [("", "ranks", "count", "bytes")]
-        for sent in self.ours.messages:
-            ranks = "" if sent.ranks is None or sent.size > 8 else f": {' '.join(map(str, sent.ranks))}"
-            rows.append((f"{sent.operator}, {sent.purpose}", f"{sent.size}{ranks}", f"{sent.count}", f"{sent.nbytes}"))
-        return aligned(rows, indent="  ")
-
 
 def simulation_of(devices: int, reports: list[dict[str, Any]]) -> Simulation:
     """Return the results that the ranks have reported."""
@@ -115,7 +86,3 @@ def simulation_of(devices: int, reports: list[dict[str, Any]]) -> Simulation:
         moved = max(run["moved"] for run in runs)
         training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
     return Simulation(devices, reports[0]["ours"], training)
-
-
-def _numbers(values: Any) -> str:
-    return ", ".join("skipped" if value is None else f"{value:.6g}" for value in values)

@@ -21,12 +21,12 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
-from ms_gradaccum.tools.simulation.partition import connect, messages_of, partition, tensor_bytes
-from ms_gradaccum.tools.simulation.report import Program
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, LossOnly, Values, compare, train_whole
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.train_step import TrainOneStepCell
+from simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
+from simulation.partition import connect, messages_of, partition, tensor_bytes
+from simulation.report import Program
 
 _OWNER = "simulate"
 _Built = tuple[TrainOneStepCell, tuple[Any, ...]]

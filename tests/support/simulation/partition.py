@@ -19,7 +19,7 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.backend.compiled import graph_mode, program_of
-from ms_gradaccum.tools.simulation.report import MessageKind
+from simulation.report import MessageKind
 
 _CALL = "REF::"
 WORLD_GROUP = "nccl_world_group"

@@ -1,0 +1,31 @@
+"""Partitioned programs of several GPUs, compiled and run on a machine without them."""
+
+import os
+from collections.abc import Callable
+
+from ms_gradaccum.batch.nested_inputs import Batch
+from ms_gradaccum.loops.model import Model
+from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.processes import Job
+from ms_gradaccum.training.train_step import TrainOneStepCell
+from simulation.cuda_stubs import stand_ins
+from simulation.report import Simulation, simulation_of
+
+
+def simulate(
+    build: Callable[[], tuple[TrainOneStepCell | Model, Batch]] | str,
+    devices: int = 8,
+    *,
+    run: bool = False,
+    timeout: float = 3600.0,
+) -> Simulation:
+    """Compile a training step for several GPUs on this machine, and report what each of them sends and holds.
+
+    MindSpore's own compiler partitions the step as in a job of ``devices`` devices. With ``run`` the programs of all
+    devices also train for three updates, each in a process on the CPU, and the report compares their weights with those
+    of one process and the whole batch. ``build`` returns the step, or a Model, and the batch of all devices together.
+    """
+    builder = Builder.of("simulate", build)._replace(device=["CPU"])
+    task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
+    with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
+        return simulation_of(devices, job.wait(timeout, lambda phase: None))
