@@ -433,8 +433,7 @@ def test_a_batch_is_trained_like_its_rows_or_refused(batches, spoiled, micro_siz
         return
     all_rows = np.concatenate([np.float64(rows) for rows in good])
     expected = np.mean(-4 * all_rows * all_rows)  # the weight stays at 0
-    # `updated` is false for an optimizer that only records its gradients.
-    assert output.overflow.asnumpy() != np.isfinite(expected)
+    assert output.updated.asnumpy() == np.isfinite(expected) and output.overflow.asnumpy() != np.isfinite(expected)
     assert output.weight.asnumpy() == len(all_rows)
     if np.isfinite(expected):
         np.testing.assert_allclose(step.optimizer.gradients()[0].item(), expected, rtol=1e-5)
