@@ -81,7 +81,8 @@ def not_measured(
     reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch."
 ) -> str:
     """Return the sentence for a loss of which nothing is known."""
-    return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {remedy} {_HIDE}"
+    ways_out = f"{remedy} {_HIDE}".strip()
+    return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {ways_out}"
 
 
 class LossMeasurement:
@@ -118,35 +119,40 @@ class LossMeasurement:
         self.batches += 1
         if self.before is None:
             self.state = None  # A batch that was due may have failed.
-        self.watch.look()
-        is_due = self.batches & (self.batches - 1) == 0 or self.watch.is_due
+        is_due = self.batches & (self.batches - 1) == 0 or self.watch.is_due()
         if is_due and self.before is None:
             self._guarded(self._begin)
 
-    def after_batch(
+    @property
+    def is_first_windows(self) -> bool:
+        """True before the second window has begun."""
+        return self.is_on and self.windows < 2
+
+    @property
+    def is_due(self) -> bool:
+        """True if `after_batch` is to be called for a batch."""
+        return self.is_on and (self.windows < 2 or self.state is not None)
+
+    def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> None:
+        """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
+        self.last = parts[-1] if self.windows < 2 else None
+        if self.state is not None:
+            known: list[Loss | None] = [self._known(*pair) for pair in zip(parts, outputs)]
+            known += [None] * (len(parts) - len(known))
+            self._guarded(lambda: self._measure(Batch(parts, known, updates)))
+
+    def rows_of(
         self,
         inputs: tuple[Any, ...],
         micro_batches: Sequence[MicroBatch],
         structure: Hashable,
-        outputs: Sequence[Sequence[Tensor]],
-        updates: int,
-    ) -> None:
-        """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
-        if not self.is_on:
-            return
-        if self.windows < 2 or self.state is not None:
-            parts = self.rows_of(inputs, micro_batches, structure)
-            self.last = parts[-1]
-            if self.state is not None:
-                known: list[Loss | None] = [self._known(*pair) for pair in zip(parts, outputs)]
-                known += [None] * (len(parts) - len(known))
-                self._guarded(lambda: self._measure(Batch(parts, known, updates)))
-        self.watch.note()
-
-    def rows_of(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> list[Rows]:
-        """Return the rows of the micro batches of a batch."""
+        weight: float | None = None,
+    ) -> list[Rows]:
+        """Return the rows of the micro batches of a batch, or of its only one with a weight of the caller."""
         axes = Flattened(inputs, self.network.batch_axis).axes
-        return [Rows(structure, each.tensors, axes, each.rows) for each in micro_batches]
+        if weight is None:
+            return [Rows(structure, each.tensors, axes, each.rows, each.rows) for each in micro_batches]
+        return [Rows(structure, each.tensors, axes, each.rows, weight) for each in micro_batches]
 
     def _guarded(self, measure: Callable[[], None]) -> None:
         """Call a part of the measurement, whose errors never end a training."""
@@ -181,7 +187,7 @@ class LossMeasurement:
         value, weight = float(outputs[0].asnumpy()), float(outputs[1].asnumpy())
         if self.network.weighted:
             return Loss(value, weight)
-        return Loss(value / weight if weight else math.nan, rows.size)
+        return Loss(value / weight if weight else math.nan, rows.weight)
 
     # ---- the measurement of a batch
 
@@ -262,6 +268,7 @@ class LossMeasurement:
         now = passes.loss(rows)
 
         def earlier() -> Loss:
+            passes.state.put_back()
             before.put_back_objects()
             passes.prepare()
             for i in copies:
@@ -507,7 +514,7 @@ class _Passes:
             self.state.put_back_random(seed)
         run = self._run(rows.structure, rows.axes)
         value, weight = (float(number.asnumpy()) for number in run(Tensor(1.0, ms.float32), *rows.tensors)[:2])
-        return Loss(value, weight if self.measurement.network.weighted else rows.size)
+        return Loss(value, weight if self.measurement.network.weighted else rows.weight)
 
     def _run(self, structure: Hashable, axes: tuple[int | None, ...]) -> Eager | Compiled:
         measurement = self.measurement
@@ -529,34 +536,32 @@ class _Passes:
 
 
 class _Watch:
-    """The numbers and tensors of the user's cells that a loop changes between batches, such as the weight of a term."""
+    """The numbers of cells, and scalars that no optimizer updates, that a loop changes, as the weight of a term."""
 
     def __init__(self, network: nn.Cell, parameters: Sequence[Parameter]) -> None:
         updated = {id(each) for each in parameters}
-        self.cells = [cell for _, cell in network.cells_and_names()]
+        cells = [vars(cell) for _, cell in network.cells_and_names()]
+        # A lookup of each number costs a fraction of what a walk over all attributes costs.
+        self.places = [
+            (attributes, name) for attributes in cells for name in attributes if _is_number(attributes, name)
+        ]
         self.scalars = [each for each in network.get_parameters() if id(each) not in updated and each.size == 1]
         self.changes = 0
-        self.is_due = False
-        self.noted = self._values()
+        self.values: list[object] = []
 
-    def _values(self) -> list[object]:
-        numbers = [value for cell in self.cells for name, value in vars(cell).items() if _is_number(name, value)]
-        return [*numbers, *(float(each.asnumpy()) for each in self.scalars)]
-
-    def look(self) -> None:
-        """Look for changes since the end of the batch before. Changes 1, 2, 4, 8 ... are due for a measurement."""
-        if self._values() != self.noted:
-            self.changes += 1
-            self.is_due = self.changes & (self.changes - 1) == 0
-
-    def note(self) -> None:
-        """Note the values at the end of a batch, which may change some itself."""
-        self.is_due = False
-        self.noted = self._values()
+    def is_due(self) -> bool:
+        """Return whether values have changed since the last call, for the first time or as often as 2, 4, 8 ..."""
+        values = [attributes.get(name) for attributes, name in self.places]
+        values += [each.asnumpy().item() for each in self.scalars]
+        # Written as text, a value that is not a number is equal to itself.
+        has_changed = bool(self.values) and repr(values) != repr(self.values)
+        self.values = values
+        self.changes += has_changed
+        return has_changed and self.changes & (self.changes - 1) == 0
 
 
-def _is_number(name: str, value: object) -> bool:
-    return type(value) in (int, float) and not name.startswith("_")
+def _is_number(attributes: dict[str, object], name: str) -> bool:
+    return type(attributes[name]) in (int, float) and not name.startswith("_")
 
 
 def acts_otherwise_in_training(cell: nn.Cell) -> bool:

@@ -24,12 +24,14 @@ class Rows(NamedTuple):
     tensors: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
     size: int
+    weight: float  # The weight of their mean loss: their number, or what the caller gives.
 
     @staticmethod
     def of(inputs: tuple[object, ...], batch_axis: BatchAxis) -> "Rows":
         """Return all rows of a batch."""
         batch = Flattened(inputs, batch_axis)
-        return Rows(batch.structure, batch.tensors, batch.axes, count_rows(batch.leaves))
+        rows = count_rows(batch.leaves)
+        return Rows(batch.structure, batch.tensors, batch.axes, rows, rows)
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others. What has no rows comes from the other ones."""
@@ -43,11 +45,13 @@ class Rows(NamedTuple):
             places = range(self.size)
             return np.concatenate([ours.take(places[:half], axis), theirs.take(places[half:], axis)], axis)
 
-        return self._combined(other, halves)._replace(size=self.size)
+        return self._combined(other, halves)._replace(size=self.size, weight=self.weight)
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return some of the rows."""
-        return self._combined(self, lambda axis, ours, _: ours.take(places, axis))._replace(size=len(places))
+        return self._combined(self, lambda axis, ours, _: ours.take(places, axis))._replace(
+            size=len(places), weight=self.weight * len(places) / self.size
+        )
 
     def _combined(self, other: "Rows", combine: "_Combine") -> "Rows":
         if len(self.tensors) != len(other.tensors) or self.axes != other.axes:
@@ -60,7 +64,7 @@ class Rows(NamedTuple):
                 raise RowsDiffer(f"{tuple(ours.shape)} and {tuple(theirs.shape)}")
             else:
                 tensors.append(_tensor(combine(axis, as_array(ours), as_array(theirs)), ours.dtype))
-        return Rows(other.structure, tuple(tensors), self.axes, self.size + other.size)
+        return Rows(other.structure, tuple(tensors), self.axes, self.size + other.size, self.weight + other.weight)
 
 
 def _other_lengths(tensor: Tensor, axis: int) -> list[int]:

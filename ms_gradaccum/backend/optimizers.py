@@ -19,7 +19,7 @@ from ms_gradaccum.backend.network_code import JitParts, NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
-_KINDS = (nn.Optimizer, ExperimentalOptimizer)
+OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
 _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = weakref.WeakKeyDictionary()
@@ -27,7 +27,7 @@ _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = we
 
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
-    if not isinstance(optimizer, _KINDS):
+    if not isinstance(optimizer, OPTIMIZERS):
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
     got, is_thor = "thor, which keeps statistics of the last forward pass", getattr(optimizer, "thor", False)
@@ -160,7 +160,7 @@ def _held(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Param
 
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
     """Return the parts that MindSpore compiles, of the optimizer and of those inside it."""
-    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, _KINDS)]
+    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, OPTIMIZERS)]
     return JitParts(optimizers, [parameter for each in optimizers for parameter in all_parameters(each)])
 
 
@@ -178,7 +178,12 @@ def compiles_itself(optimizer: nn.Cell) -> bool:
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
     """Return the optimizer and those inside it."""
-    return [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, _KINDS)]
+    return [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, OPTIMIZERS)]
+
+
+def trains_itself(cell: nn.Cell) -> bool:
+    """Return whether a cell is a training step of any project: its code reaches an optimizer."""
+    return any(is_a(each, OPTIMIZERS) for each in NetworkCode(cell).reached)
 
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
@@ -310,6 +315,15 @@ def settable_rates(optimizers: Sequence[nn.Cell]) -> list[float]:
         elif not optimizer.dynamic_lr:
             rates += _floats(optimizer.learning_rate)
     return rates
+
+
+def listed_rates(optimizer: nn.Cell) -> int:
+    """Return the number of learning rates in the optimizer's list, one for each update; 0 without a list."""
+    rates = getattr(inner_optimizer(optimizer), "learning_rate", None)
+    schedules = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
+    # MindSpore keeps a list as a schedule whose only attribute of this name is the vector of the rates.
+    held = [getattr(each, "learning_rate", None) for each in schedules if isinstance(each, nn.Cell)]
+    return max([each.size for each in held if isinstance(each, Parameter) and each.ndim == 1], default=0)
 
 
 def _floats(rates: Any) -> list[float]:

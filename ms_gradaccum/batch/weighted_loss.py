@@ -102,6 +102,8 @@ class WeightedLoss(nn.Cell):
 
     counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
     is_cached = False  # True for the substitute of a loss of the whole batch, see grad_cache_loss.py.
+    # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
+    may_be_empty = False
 
     def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
@@ -168,7 +170,10 @@ class OwnWeight(WeightedLoss):
     """Return ``(loss_sum, weight)`` of a network that computes its own weight, for example its number of tokens."""
 
     def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
-        outputs = self.outputs(tensors)
+        return self.pair(self.outputs(tensors))
+
+    def pair(self, outputs: Any) -> tuple[Tensor, ...]:
+        """Return the first two numbers that the network returns, and the further losses to report."""
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
         weight: object = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
         if isinstance(weight, (int, float)):
@@ -176,3 +181,17 @@ class OwnWeight(WeightedLoss):
         _check_weight(weight.shape if isinstance(weight, Tensor) else None)
         further = self.further(outputs, 2, _FURTHER_REMEDY)
         return (loss_sum, scalar(weight)) + self.reported(further)
+
+
+class MeanWeight(OwnWeight):
+    """Return ``(mean * weight, weight)`` of a network that returns its mean loss and the weight of this mean."""
+
+    may_be_empty = True
+
+    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+        found = self.pair(self.outputs(tensors))
+        # In float32, since the sum over many tokens exceeds float16. The weight of a mean has no gradient.
+        weight = ops.cast(ops.stop_gradient(found[1]), ms.float32)
+        # A mean over nothing is 0 / 0.
+        mean = ops.select(weight != 0.0, found[0], ops.zeros_like(found[0]))
+        return (mean * weight, weight) + found[2:]

@@ -12,14 +12,23 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
-from ms_gradaccum._checks import Settled, Uncopied, check_choice, check_type, refuse_unknown, require, typed
+from ms_gradaccum._checks import (
+    Settled,
+    Uncopied,
+    check_choice,
+    check_type,
+    refuse_unknown,
+    require,
+    typed,
+    warn_in_graph,
+)
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
-from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_window import UNWEIGHTED, LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
@@ -87,7 +96,8 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
           `mixed_precision`, gradients of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
           half precision.
-        - **weight** (Union[int, float]) - The number of rows or tokens of the batch. Default: ``1.0``.
+        - **weight** (Union[int, float, Tensor, None]) - The number of rows or tokens of the batch. Default: ``None``,
+          the rows that a prepared dataset knows; without one, all batches count alike, and a warning says so.
         - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
           sums. Default: ``"mean"``.
@@ -158,6 +168,8 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
         self.add_grads: Any = first.add_grads_cell if is_single else None
         self.end: Any = first.ends[0] if is_single else None
+        # True if a batch without a weight counts as much as others of its update.
+        self.counts_alike = self.steps > 1 or first.several
         self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None
         self._is_built = True
 
@@ -254,7 +266,13 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()
 
-    def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:
+    def backward(
+        self,
+        *args: object,
+        network: nn.Cell | None = None,
+        weight: float | Tensor | None = None,
+        **kwargs: object,
+    ) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
         Outside ``accumulate()`` it counts as a batch of its own. If MindSpore's tensors have a ``backward()``, this
@@ -263,28 +281,34 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         Args:
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
+            weight (Union[int, float, Tensor, None]): Weight of this batch in place of its rows, for a network that
+                returns a mean over something else: its number of tokens, or 0 for a batch without any. The batch must
+                not be split: micro batches have weights of their own. Default: ``None``.
         """
         trained = only_of(self.windows, network)
-        is_loss = len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and kwargs.keys() <= {"weight"}
-        weight = self.window.checked_weight(kwargs.get("weight", 1.0)) if is_loss else 1.0
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs:
+            number = self.window.weight_of(weight, trained)
+            with self.window.batch_of(trained):
+                self.window.recognise((args, kwargs), number)
+                return trained.backward_of(args[0], number)
+        given = trained.checked_weight(weight)
         with self.window.batch_of(trained):
-            self.window.recognise((args, kwargs), weight)
-            if is_loss:
-                return trained.backward_of(args[0], weight)
-            return trained.backward(args, kwargs, self.window.ends)
+            self.window.recognise((args, kwargs))
+            return trained.backward(args, kwargs, self.window.ends, given)
 
     def __call__(
         self,
         grads: Tensor | Sequence[Tensor],
-        weight: float | Tensor = 1.0,
+        weight: float | Tensor | None = None,
         loss: Tensor | float | None = None,
         *,
         reduction: _Reduction = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
-        weight = self.window.checked_weight(weight)
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = only_of(self.windows, network)
+        # Sums need no weight: each row counts alike in their sum.
+        weight = self.window.weight_of(1.0 if weight is None and reduction == "sum" else weight, trained)
         if trained.reducers[0].accumulates and not self.window.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
@@ -295,7 +319,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
     def construct(
         self,
         grads: Tensor | Sequence[Tensor],
-        weight: float | Tensor = 1.0,
+        weight: float | Tensor | None = None,
         loss: Tensor | float | None = None,
         reduction: _Reduction = "mean",
     ) -> tuple[Tensor | None, ...]:
@@ -307,6 +331,10 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         shapes = map_tensors(ops.shape, grads)
         if self.shapes is None or F.isconstant(shapes):
             check_in_graph(shapes, self.shapes)
+        if weight is None:
+            if reduction == "mean" and self.counts_alike:
+                warn_in_graph(UNWEIGHTED)
+            weight = ONE
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
         value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)

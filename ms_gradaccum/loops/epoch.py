@@ -11,7 +11,7 @@ from mindspore.train.callback import Callback, LossMonitor, RunContext, _Callbac
 
 from ms_gradaccum._checks import check_choice, require, warn
 from ms_gradaccum.backend.kept_state import put_device_random_state
-from ms_gradaccum.backend.optimizers import updates_of
+from ms_gradaccum.backend.optimizers import listed_rates, updates_of
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
@@ -67,8 +67,11 @@ class PassSteps(Callback):
     sources: Sources | None = None
     resumed: PassPlace | None = None
 
-    def __init__(self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int) -> None:
+    def __init__(
+        self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int, epochs: int
+    ) -> None:
         super().__init__()
+        self.epochs = epochs  # The number of epochs, including those before this training.
         self.model, self.train_step, self.dataset, self.first_epoch = model, model.train_network, dataset, first_epoch
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
@@ -153,9 +156,33 @@ class PassSteps(Callback):
             remedy = "Give last_window='carry', or as many batches as whole windows have."
         require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
 
+    def _check_rates(self, params: _InternalCallbackParam) -> None:
+        """Warn of a list of learning rates that has not an entry for each update of the first training."""
+        _, used = self.before
+        if used and params.epoch_num == self.epochs:
+            return  # This training continues none, but its optimizer has used a part of the list before.
+        rates, window = listed_rates(self.train_step.optimizer), self.train_step.accumulation_steps
+        batches = self.epochs * (params.sink_size if self.in_sinks else self.steps)
+        passes, rest = divmod(batches, self.steps)
+        updates = batches // window
+        if self.model.last_window != "carry":
+            updates = passes * (self.steps // window) + rest // window
+        if self.model.last_window == "apply":
+            updates += passes * (self.steps % window > 0) + (rest % window > 0)
+        # A list for several such trainings, one after the other, is a multiple.
+        if window == 1 or not rates or (rates != batches and updates and rates % updates == 0):
+            return
+        warn(
+            f"For '{_OWNER}', a list of learning rates must have an entry for each update, but got {rates} for "
+            f"{updates} updates with {batches} batches. Build it with {updates} entries."
+        )
+
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.in_pass, self.begun = True, self.done
         self.before = self.train_step.open_batches(), updates_of(self.train_step.optimizer)
+        if not self.model.has_rates_checked:
+            self.model.has_rates_checked = True
+            self._check_rates(run_context.original_args())
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         if any(reducer.gathered for reducer in self.train_step.windows[0].reducers):

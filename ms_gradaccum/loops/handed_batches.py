@@ -36,6 +36,8 @@ class Handed:
         # Weak references, so that a batch that the loop skips does not stay in memory.
         self._parts = [weakref.ref(each) for each in arrays]
         self.rows = rows_of(arrays)
+        lengths = {int(each.shape[0]) for each in arrays if each.shape}
+        self.length = lengths.pop() if len(lengths) == 1 else None  # The rows, if all arrays have as many.
 
     def arrays_among(self, arrays: Sequence[TensorOrArray]) -> int:
         """Return the number of ``arrays`` that belong to this batch."""

@@ -7,16 +7,20 @@ from contextlib import contextmanager, nullcontext
 from mindspore import nn
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import State, argument_error, warn
+from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, disorder
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
 from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
+UNWEIGHTED = (
+    "For 'Accumulator', gradients of other numbers of rows need a weight, but got none: all batches and ranks count "
+    "alike. Call accumulator(grads, len(x), loss), or prepare the dataset."
+)
 _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
 
@@ -32,7 +36,6 @@ class LoopWindow:
     _has_warned_of_rows = _has_warned_of_open = False
     # The number of open no_sync() contexts, and whether the current batch has begun inside one.
     withheld, _is_withheld = 0, False
-    _rows: int | None = None  # The rows of the window's last batch if it had no weight, None if unknown.
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
         self.config, self.networks, self.events = config, networks, events
@@ -184,19 +187,19 @@ class LoopWindow:
                     # Written at the end of the batch, which may have updated and cleared the buffers by then.
                     trained.count.set(self.batches, writes=False)
 
-    def checked_weight(self, weight: object) -> float:
-        """Return the weight of a batch; warn if it has none but other rows than the previous batch of its window."""
-        number = check.check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+    def weight_of(self, weight: object, trained: TrainedNetwork) -> float:
+        """Return the weight of a batch: the given one or the rows that a prepared dataset knows; or warn."""
+        if weight is not None:
+            return check_weight(weight)
         batches = self._batches if self.in_batch else self.passes.coming()
-        rows = None if number != 1.0 or not batches else batches[0].rows
-        before, self._rows = self._rows if self.is_open else None, rows
-        if None in (rows, before) or rows == before or self._has_warned_of_rows:
-            return number
-        self._has_warned_of_rows = True
-        got = f"1.0 for one of {rows} after one of {before}, which count alike now"
-        rule, remedy = "the rows of each batch where those of a window differ", "Call accumulator(grads, len(x), loss)."
-        warn(argument_error(_OWNER, "weight", rule, got, remedy))
-        return number
+        lengths = {each.length for each in batches}
+        rows = lengths.pop() if len(lengths) == 1 and trained.network.batch_axis == 0 else None
+        is_whole = all(each.pieces == 0 for each in batches)
+        is_alone = self.config.accumulation_steps == 1 and self.config.schedule is None and not trained.several
+        if not (is_alone or (rows and is_whole) or self._has_warned_of_rows):
+            self._has_warned_of_rows = True
+            warn(UNWEIGHTED)
+        return float(rows or 1)
 
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
         """Begin or continue a pass; warn if the previous pass over the same data left a window open."""
@@ -248,11 +251,16 @@ class LoopWindow:
         if output.is_updated:
             self.updates += not self.updated
             self.updated = True
-            others = {id(each) for network in self.networks if network is not trained for each in network.optimizers}
             for scheduler in self.schedulers:
-                scheduler.is_due |= id(scheduler.optimizer) not in others
+                scheduler.is_due |= self._follows(scheduler, trained)
         self.events.update_end(output)
         return output
+
+    def _follows(self, scheduler: PreparedScheduler, trained: TrainedNetwork) -> bool:
+        """Return whether a scheduler steps after an update of ``trained``: not if its optimizer made none."""
+        ends = [(end, network is trained) for network in self.networks for end in network.ends]
+        own = [(end, is_own) for end, is_own in ends if end.runs(scheduler.optimizer)]
+        return not own or any(end.has_updated and is_own for end, is_own in own)
 
     def flush(self) -> tuple[StepOutput, ...]:
         self.ends, self.updated = True, False

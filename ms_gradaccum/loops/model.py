@@ -14,9 +14,19 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import Callback, Metric
 from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import Settled, check_bool, check_cell, check_choice, refuse_unknown, require, typed, warn
+from ms_gradaccum._checks import (
+    Settled,
+    check_bool,
+    check_cell,
+    check_choice,
+    listed,
+    refuse_unknown,
+    require,
+    typed,
+    warn,
+)
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.optimizers import check_optimizer
+from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.loops.data_position import PassPlace, first_batch
@@ -46,8 +56,8 @@ class Model(Settled, ms.Model):
             loss inside, or without it if `loss_fn` is given. Or a network without GradAccumulation, whose batches are
             then not split; or a :class:`TrainOneStepCell`, which has its own optimizer.
         loss_fn (Cell, optional): Loss of the network's output and the label. Default: ``None``.
-        optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
-            evaluate and predict. Default: ``None``.
+        optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only evaluate and
+            predict, or train a `network` that is a training cell with settings of its own. Default: ``None``.
         metrics (Union[dict, set], optional): Metrics of `eval` and `fit`. Default: ``None``.
         eval_network (Cell, optional): Network of `eval`. By default it is built from `network` and `loss_fn`, or from
             an ``nn.WithLossCell`` in `network`. Default: ``None``.
@@ -79,7 +89,8 @@ class Model(Settled, ms.Model):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, `optimizer` belongs to another network, or a setting is
-            given that cannot work with accumulation.
+            given that cannot work with accumulation, or beside a training cell that would not obey it; in `train` and
+            `fit`, if there is no optimizer.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -103,6 +114,7 @@ class Model(Settled, ms.Model):
     # The first callback of the current training; True to resume from a state; and the place of a loaded state.
     _steps: PassSteps | None = None
     _resume = _has_trained = False
+    has_rates_checked = False  # True once the first training has compared a list of learning rates with its updates.
     resumed_place: PassPlace | None = None
 
     def __init__(
@@ -148,6 +160,12 @@ class Model(Settled, ms.Model):
             check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
         if eval_network is not None:
             check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")
+        for name, cell in (("network", network), ("loss_fn", loss_fn), ("eval_network", eval_network)):
+            if isinstance(cell, OPTIMIZERS):
+                raise TypeError(
+                    f"For '{_OWNER}', the argument '{name}' must not be an optimizer, but got {type(cell).__name__}. "
+                    f"Give it as optimizer=."
+                )
         network, settings = adopted(network), self._step_settings
         if isinstance(network, AutoParallel) and device_target() == "CPU":
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
@@ -170,6 +188,7 @@ class Model(Settled, ms.Model):
         if isinstance(inner, TrainOneStepCell):
             return self._adopt(inner)
         if self._optimizer is None:
+            self._refuse_settings(inner)
             return super()._build_train_network()
         loss_cell = as_grad_accumulation(_OWNER, self._network)
         if self._loss_fn is not None:
@@ -210,6 +229,18 @@ class Model(Settled, ms.Model):
         require(has_none, _OWNER, "network", "a loss cell", got, remedy)
         self._optimizer: nn.Cell = train_step.optimizer  # For callbacks that change the learning rate.
         return train_step
+
+    def _refuse_settings(self, network: nn.Cell) -> None:
+        """Raise for settings beside a training cell of the program, which would not obey them."""
+        defaults: Any = TrainOneStepCell.__init__.__kwdefaults__
+        given = [name for name, value in self._step_settings.items() if value != defaults[name]]
+        if self.last_window != "apply":
+            given.append("last_window")
+        if given and trains_itself(network):
+            raise ValueError(
+                f"For '{_OWNER}', a training cell has its own settings, but got {type(network).__name__} with "
+                f"{listed(given, 3)}. Give the loss cell inside it, and optimizer=."
+            )
 
     def train(
         self,
@@ -270,6 +301,11 @@ class Model(Settled, ms.Model):
         rule, remedy = "0 with resume=True", "The state knows in which pass it was saved."
         require(not resume or initial_epoch == 0, _OWNER, "initial_epoch", rule, initial_epoch, remedy)
         trains = isinstance(self._train_network, TrainOneStepCell)
+        if not (trains or trains_itself(self._train_network)):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'optimizer' must be given for a training, but got None. Give the loss "
+                f"cell and its optimizer, as in Model(loss_cell, optimizer=optimizer)."
+            )
         if trains and not self._has_trained and (frozen := frozen_cell(self._network)):
             warn(
                 f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {frozen}, which "
@@ -290,7 +326,7 @@ class Model(Settled, ms.Model):
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
-        steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
+        steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_place = None
         elif not steps.resume(checkpoints, epoch, kwargs):

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.kept_state import as_array
@@ -86,10 +86,29 @@ class TrainedNetwork(Window):
             remedy = "The norm is that of the whole window, this batch included."
             raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
 
-    def backward(self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False) -> Tensor:
+    def checked_weight(self, weight: object) -> float | None:
+        """Return the caller's weight of a batch as a number. Raise if its micro batches have weights of their own."""
+        if weight is None:
+            return None
+        network = self.network
+        rule, got, remedy = "", f"{weight}", "Leave it out."
+        if "weight" in network.argument_names:
+            rule, got = "an argument of the network alone, given by position", "it by name"
+            remedy = "A batch has a weight of its own only for networks without it."
+        elif network.is_cached or network.weighted:
+            rule = "left out for a network that returns its weight, or whose loss needs all rows"
+        elif network.micro_size > 1:
+            rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"
+            remedy = "Return (loss_mean, weight), and give weighted='mean' to GradAccumulation."
+        require(not rule, _OWNER, "weight", rule, got, remedy)
+        return check_weight(weight)
+
+    def backward(
+        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, weight: float | None = None
+    ) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            outputs = self.add(args, kwargs, is_last)
+            outputs = self.add(args, kwargs, is_last, weight)
         except BaseException as error:
             self.has_batch = self.goes_on(error)  # The other ranks count it as a batch.
             raise
@@ -119,7 +138,7 @@ class TrainedNetwork(Window):
         if self.several and self.first is None and not self.comes_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
-            self.note_first("gradients", telling)
+            self.note_first("gradients", telling, weight)
         if self.watch.is_on:
             self.watch.end_batch()
         self.has_batch = True
@@ -141,12 +160,14 @@ class TrainedNetwork(Window):
         return loss
 
     def note_step(self) -> None:
-        """Warn of a loop that calls step() without backward(), while parameters have gradients of their own."""
+        """Warn of a loop that calls step(), but has never given gradients."""
         steps = self.micro_steps
-        is_new = steps.events.micro_batches == 0
-        if is_new and any(getattr(each, "grad", None) is not None for each in steps.parameters):
+        if steps.events.micro_batches or steps.events.updates or self.reducers[0].buffer.counts_in_graph:
+            return
+        remedy = "Call accumulator(grads, weight=rows, loss=loss) or accumulator.backward(*batch) for each batch."
+        if any(getattr(each, "grad", None) is not None for each in steps.parameters):
             remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
-            self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
+        self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
 
     def throw_away(self) -> None:
         """Discard a full window. Warn of a loop that does so from the start: it calls step() too late or never."""
@@ -181,6 +202,11 @@ class BatchMeanLoss(nn.Cell):
         count = len(parts) // 2
         total, weight = ops.addn(parts[:count]), ops.addn(parts[count:])
         return ops.cast(total * reciprocal(weight), ms.float32)
+
+
+def check_weight(weight: object) -> float:
+    """Return the weight of a batch as a number."""
+    return check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
 
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:

@@ -12,20 +12,22 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     Settled,
-    check_bool,
+    argument_error,
     check_cell,
     check_choice,
     check_construct,
     check_micro_size,
+    check_type,
     refuse_unknown,
     require,
     warn_in_graph,
 )
+from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
-from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, MeanWeight, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
 
@@ -45,6 +47,8 @@ _OTHER_STEP = (
 )
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
+# What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
+Weighted = bool | Literal["mean"]
 
 
 def _of_network(name: str) -> Callable[..., object]:
@@ -70,9 +74,11 @@ class GradAccumulation(Settled, nn.Cell):
             by its rows. A batch of fewer rows is split into single rows.
 
     Keyword Args:
-        weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
-            by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
-            :class:`TokenMeanLoss` is always weighted. Default: ``False``.
+        weighted (Union[bool, str]): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro
+            batch counts by its weight (for example its number of tokens; not negative). If ``"mean"``, it returns
+            `(loss_mean, weight)`, a mean over `weight` tokens; a micro batch of weight 0 counts for nothing, though
+            its mean is 0 / 0. If ``False``, each counts by its rows. :class:`TokenMeanLoss` is always weighted.
+            Default: ``False``.
         losses (Union[str, None]): Treatment of further floating-point scalars that `network` returns, at most 64:
             ``"sum"`` trains the sum of them all, ``"first"`` only the first, and ``None`` refuses them. The mean of
             each over the window, weighted as the loss, is in ``StepOutput.other_losses``. Default: ``None``.
@@ -90,7 +96,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     Raises:
         TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
-            not a bool, or `batch_axis` holds anything but ints and None.
+            neither a bool nor a str, or `batch_axis` holds anything but ints and None.
         ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs have different numbers of rows
             or none, or `network` returns something else than described.
 
@@ -120,7 +126,7 @@ class GradAccumulation(Settled, nn.Cell):
         network: nn.Cell,
         micro_size: int,
         *,
-        weighted: bool = False,
+        weighted: Weighted = False,
         batch_axis: BatchAxis = 0,
         losses: _Losses | None = None,
         **unknown: NoReturn,
@@ -133,8 +139,7 @@ class GradAccumulation(Settled, nn.Cell):
         self.network = network = check_cell(_OWNER, "network", network, remedy)
         _check_inside(network)
         self.micro_size = check_micro_size(micro_size)
-        remedy = "True means that network returns (loss_sum, weight)."
-        self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
+        self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
         self.is_cached = isinstance(network, GradCacheLoss)
         self.losses = _check_losses(losses, self.weighted, self.is_cached)
@@ -151,7 +156,8 @@ class GradAccumulation(Settled, nn.Cell):
 
     def whole_loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
-        return (OwnWeight if self.weighted else RowWeight)(self.network, structure, self.losses)
+        kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
+        return kinds[self.weighted](self.network, structure, self.losses)
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
@@ -176,6 +182,11 @@ class GradAccumulation(Settled, nn.Cell):
         arguments = list(self._signature.parameters.values())
         named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
         return f"'{arguments[place].name}'" if named else f"input[{place}]"
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of the network's arguments."""
+        return list(self._signature.parameters)
 
     def headed(self, text: str) -> str:
         """Return a message about a batch that begins with the class that the user called."""
@@ -300,6 +311,12 @@ def _check_inside(network: nn.Cell) -> None:
         require(not name, _OWNER, "network", rule, got, _SPLIT_THEMSELVES.get(name, ""))
         got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
         require(not isinstance(cell, nn.TrainOneStepCell), _OWNER, "network", "a loss cell", got, remedy)
+        if isinstance(cell, OPTIMIZERS):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {type(network).__name__}, which "
+                f"has the optimizer {type(cell).__name__}. Give the loss cell inside it, and the optimizer to the step "
+                f"or the Model."
+            )
         rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
         require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
         is_inside = isinstance(cell, GradCacheLoss) and not isinstance(network, GradCacheLoss)
@@ -308,7 +325,19 @@ def _check_inside(network: nn.Cell) -> None:
         require(not is_inside, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
 
 
-def _check_losses(losses: _Losses | None, weighted: bool, is_cached: bool) -> _Losses | None:
+def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
+    """Return what the network returns, by the argument `weighted` and by what the network says of itself."""
+    if not isinstance(weighted, bool):
+        remedy = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
+        check_type(_OWNER, "weighted", weighted, str, "a bool or 'mean'", remedy)
+        require(weighted == "mean", _OWNER, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+    if weighted and returned and weighted != returned:
+        rule, remedy = f"{returned!r}, which the network says of itself", "Leave it out."
+        raise ValueError(argument_error(_OWNER, "weighted", rule, repr(weighted), remedy))
+    return weighted or returned
+
+
+def _check_losses(losses: _Losses | None, weighted: Weighted, is_cached: bool) -> _Losses | None:
     if is_cached:
         remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
         require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
@@ -316,7 +345,7 @@ def _check_losses(losses: _Losses | None, weighted: bool, is_cached: bool) -> _L
     if losses is not None:
         remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
         check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
-        rule = "None or 'first' with weighted=True"
+        rule = f"None or 'first' with weighted={weighted}"
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
         require(losses == "first" or not weighted, _OWNER, "losses", rule, "'sum'", remedy)
     return losses

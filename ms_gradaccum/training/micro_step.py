@@ -89,6 +89,10 @@ class MicroLoss(nn.Cell):
 class AddMicroBatch(nn.Cell):
     """Add the outputs of a `MicroLoss` and its gradients to the optimizers' buffers. It contains no user code."""
 
+    may_be_empty = (
+        False  # True if a micro batch may have the weight 0 and, as a mean over nothing, NaN in its gradient.
+    )
+
     def __init__(self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool) -> None:
         super().__init__(auto_prefix=False)
         self.reducers, self.buffer = nn.CellList(reducers, auto_prefix=False), reducers[0].buffer
@@ -123,6 +127,11 @@ class AddMicroBatch(nn.Cell):
     def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
         done: Done = ()
+        if self.may_be_empty:
+            # Not ops.greater, which would leave out a weight that is NaN, too.
+            has_weight = weight != 0.0
+            loss_sum = keep_if(has_weight, loss_sum)
+            grads = map_tensors(ops.partial(keep_if, has_weight), grads)
         if self.drops:
             # The squares must be finite in float32, as those of a window must be.
             finite = ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
@@ -175,13 +184,21 @@ class StepParts(NamedTuple):
     backward_start: BackwardStart
 
     @staticmethod
-    def of(loss: WeightedLoss, reducers: Sequence[GradientReducer], settings: StepSettings, eager: bool) -> "StepParts":
-        """Build the parts for a loss, run op by op (``eager``) or compiled."""
+    def of(
+        loss: WeightedLoss,
+        reducers: Sequence[GradientReducer],
+        settings: StepSettings,
+        eager: bool,
+        is_empty: bool = False,
+    ) -> "StepParts":
+        """Build the parts for a loss, run op by op (``eager``) or compiled; ``is_empty`` for batches of weight 0."""
         comes_reduced = reducers[0].comes_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
         micro_loss = MicroLoss(loss, settings.precision, divides=not comes_reduced)
         parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
         adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
+        # Gradients that come reduced are those of all ranks, of which others may have a weight.
+        adding.may_be_empty = (loss.may_be_empty or is_empty) and not comes_reduced
         # Gradients of all ranks have the same factor, for any number of rows per rank.
         start: BackwardStart = "sum" if comes_reduced else backward_start_of(loss, micro_loss.half, eager)
         return StepParts(micro_loss, parameters, adding, start)
@@ -231,7 +248,7 @@ class EagerMicroStep:
         loss = self.micro_loss.weighted_loss
         is_mean = loss.counts_rows and not loss.is_cached and self.backward_start != "sum"
         self.structure, self.is_whole = structure, is_mean and micro_batches == 1
-        self.gives_mean = self.is_whole and not self.adding.cell.drops
+        self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.has_run = self.adding.has_run = False

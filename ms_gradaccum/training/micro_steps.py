@@ -5,6 +5,7 @@ import logging
 import operator
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from mindspore import nn
 
@@ -25,7 +26,7 @@ from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
-from ms_gradaccum.training.micro_step import EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
+from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
 
@@ -34,6 +35,16 @@ _MANY_STRUCTURES = 8
 _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 _LOGGER = logging.getLogger("ms_gradaccum")
+
+
+class StepKind(NamedTuple):
+    """The kind of a micro step that runs op by op."""
+
+    is_empty: bool  # True if the caller has given its batch the weight 0.
+    is_last: bool = False  # True in the last micro batch of a window, in which the network reduces its gradients.
+
+
+PLAIN = StepKind(is_empty=False)
 
 
 class MicroSteps:
@@ -62,10 +73,9 @@ class MicroSteps:
         self.first_pass: FirstPass | None = None
         if network.is_cached:
             self.first_pass = FirstPass(self.owner, network, self.cell, reducers[0])
-        # The keys are the structure of the inputs, nearly always a single one.
-        self.by_structure: dict[Hashable, Compiled] = {}
-        # The keys are flags: the last micro batch of a window, in which the network reduces its gradients.
-        self.eager: dict[bool, EagerMicroStep] = {}
+        # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
+        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
+        self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks may have more micro batches in a batch.
@@ -83,8 +93,13 @@ class MicroSteps:
         first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
-    def run(self, args: Args, kwargs: Kwargs, is_last: bool = False, is_first: bool = False) -> list[Outputs]:
-        """Add one batch, maybe the first or the last of its window, and return the outputs of its micro steps."""
+    def run(
+        self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None, is_first: bool = False
+    ) -> list[Outputs]:
+        """Add one batch, maybe the first or the last of its window, and return the outputs of its micro steps.
+
+        The caller's ``weight`` takes the place of the rows of a batch that is not split.
+        """
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
         if eager:
@@ -99,24 +114,30 @@ class MicroSteps:
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
         structure, micro_batches = split
-        step = self._micro_step(structure, micro_batches, eager)
-        start = (step.cell if isinstance(step, Compiled) else step).backward_start
+        kind = StepKind(is_empty=weight == 0.0)
+        step = self._micro_step(structure, micro_batches, eager, kind)
+        start: BackwardStart = (step.cell if isinstance(step, Compiled) else step).backward_start
         # This comes first, because all ranks must send their messages in the same order.
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = step
         if is_last and self.reducers[0].accumulates:
-            last = self._micro_step(structure, micro_batches, eager, True)
+            last = self._micro_step(structure, micro_batches, eager, kind._replace(is_last=True))
         self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
-        if self.measurement.is_on and is_first:
-            parts_of_batch = self.measurement.rows_of(inputs, micro_batches, structure)
-            self.measurement.begin_window(parts_of_batch, self._program(step, batch_rows))
+        if self.measurement.is_first_windows and is_first:
+            measured = self.measurement.rows_of(inputs, micro_batches, structure, weight)
+            self.measurement.begin_window(measured, self._program(step, batch_rows))
         self.measurement.before_batch()
-        parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
+        if weight is not None:
+            self.rows = weight
+            start = start if start == "sum" else "mean"  # The share of the only micro batch, also for 0 / 0.
+            parts = [(rows, (*self.starts(start, weight, weight), *tensors)) for rows, tensors in micro_batches]
+        else:
+            parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
         outputs = self._run_all([step] * (count - 1) + [last], parts, inputs)
-        if self.measurement.is_on:
-            updates = self.events.updates + self.events.skipped_updates
-            self.measurement.after_batch(inputs, micro_batches, structure, outputs, updates)
+        if self.measurement.is_due and weight != 0.0:
+            measured = self.measurement.rows_of(inputs, micro_batches, structure, weight)
+            self.measurement.after_batch(measured, outputs, self.events.updates + self.events.skipped_updates)
         return outputs
 
     def _program(self, step: Compiled | EagerMicroStep, batch_rows: float) -> Program:
@@ -127,14 +148,17 @@ class MicroSteps:
             step(*self.starts(start, rows.size, batch_rows), *rows.tensors)
 
         def run_eagerly(rows: Rows) -> None:
-            eager = self.eager.get(False) or self._build_eager(False)
+            eager = self.eager.get(PLAIN) or self._build_eager(PLAIN)
             eager.begin_batch(rows.structure, 2)
             run(eager, rows)
 
         return Program(functools.partial(run, step), run_eagerly, [each.buffer for each in self.reducers])
 
     def _run_all(
-        self, steps: Sequence[Compiled | EagerMicroStep], parts: Sequence[tuple[int, Outputs]], inputs: Args
+        self,
+        steps: Sequence[Compiled | EagerMicroStep],
+        parts: Sequence[tuple[int, Outputs]],
+        inputs: Args,
     ) -> list[Outputs]:
         outputs: list[Outputs] = []
         done, heard = self.events.micro_batches, self.events.heard
@@ -212,7 +236,7 @@ class MicroSteps:
         inputs = self.network.positional(batch, {})
         structure, micro_batches = self.network.split(*inputs)
         self.measurement.before_batch()
-        self.measurement.after_batch(inputs, micro_batches, structure, [], 0)
+        self.measurement.after_batch(self.measurement.rows_of(inputs, micro_batches, structure), [], 0)
 
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
@@ -224,24 +248,25 @@ class MicroSteps:
             self.empty_step(NOTHING)
 
     def _micro_step(
-        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, is_last: bool = False
+        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
     ) -> Compiled | EagerMicroStep:
         """Return the callable that runs a micro batch of this structure."""
         if not eager:
-            return self.by_structure.get(structure) or self._compiled(structure, micro_batches)
-        step = self.eager.get(is_last) or self._build_eager(is_last)
+            known = self.by_structure.get((structure, kind.is_empty))
+            return known or self._compiled(structure, micro_batches, kind.is_empty)
+        step = self.eager.get(kind) or self._build_eager(kind)
         step.begin_batch(structure, len(micro_batches))
         return step
 
-    def _build_eager(self, is_last: bool) -> EagerMicroStep:
+    def _build_eager(self, kind: StepKind) -> EagerMicroStep:
         lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
         rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
         require(lookup is None, self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
-        parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True)
-        self.eager[is_last] = EagerMicroStep(self.owner, parts, is_last)
-        return self.eager[is_last]
+        parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, kind.is_empty)
+        self.eager[kind] = EagerMicroStep(self.owner, parts, kind.is_last)
+        return self.eager[kind]
 
-    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch]) -> Compiled:
+    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
@@ -251,12 +276,12 @@ class MicroSteps:
         )
 
         def build() -> MicroStep:
-            cell = self._build(self.network.loss_of(structure))
+            cell = self._build(self.network.loss_of(structure), is_empty)
             cell.is_pooled = is_pooled
             return cell
 
         compiled = Compiled(build, self.owner, "the network", self.network.network)
-        self.by_structure[structure] = compiled
+        self.by_structure[structure, is_empty] = compiled
         if len(self.by_structure) == _MANY_STRUCTURES:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
@@ -264,8 +289,8 @@ class MicroSteps:
             )
         return compiled
 
-    def _build(self, loss: WeightedLoss) -> MicroStep:
-        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False))
+    def _build(self, loss: WeightedLoss, is_empty: bool = False) -> MicroStep:
+        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, is_empty))
         if hasattr(self, "cell"):
             like_mode(cell, self.cell)
         return cell

@@ -18,6 +18,7 @@ from ms_gradaccum._checks import warn, warn_in_graph
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.arithmetic import scale
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
+from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
@@ -98,6 +99,7 @@ class PartitionedStep(Step):
         self.clip: nn.Cell = clip
         self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
+        self.progress = OptimizerProgress(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
         # The overflow and update flags of up to 100 last windows, which are read together.
         self.skipped: list[tuple[Tensor, Tensor]] = []
@@ -113,8 +115,11 @@ class PartitionedStep(Step):
             warn(not_measured("the compiler partitions the whole step"))
         self.is_called = True
         self.events.tell("on_update_begin")
+        before = self.progress.snapshot() if self.progress.may_leave_out else None
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
+        if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
+            output = output._replace(updated=Tensor(False))
         if self.events.heard:  # Otherwise do not wait for the device.
             self.events.update_end(output)
         self.skipped.append((output.overflow, output.updated))

@@ -33,7 +33,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
             scalar (float64 for float64 weights, as `weight`). None for gradients that came without a loss.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
-        updated: Whether this call ran the optimizer. Bool scalar.
+        updated: Whether this call updated the parameters: a user's optimizer may leave out an update. Bool scalar.
         grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter if the
@@ -123,7 +123,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     @cached_property
     def is_updated(self) -> bool:
-        """True if this call ran the optimizer: `updated`, read once."""
+        """True if this call updated the parameters: `updated`, read once."""
         return bool(self._values[3].asnumpy())
 
     @cached_property
@@ -217,7 +217,8 @@ def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput
     clipped = outputs[0].clipped_grad_norm
     if has_own_norms and outputs[0].is_updated:
         clipped = _total_norm([output.clipped_grad_norm for output in outputs])
-    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)
+    updated = Tensor(any([output.is_updated for output in outputs]))  # One of them may have left its update out.
+    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped, updated=updated)
 
 
 def _total_norm(norms: list[Tensor]) -> Tensor:

@@ -96,8 +96,13 @@ class Window:
         self.watch.restart()
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
-        """Add one batch, maybe the last of its window, and return the outputs of its micro steps."""
+    def add(
+        self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        """Add one batch, maybe the last of its window, and return the outputs of its micro steps.
+
+        A ``weight`` of the caller takes the place of its rows.
+        """
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
@@ -106,7 +111,7 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, is_last, not self.is_open)
+            outputs = self.micro_steps.run(args, kwargs, is_last, weight, not self.is_open)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:
@@ -114,7 +119,7 @@ class Window:
             raise
         finally:
             self._in_use.release()
-        self.note_first("batch", (args, kwargs))
+        self.note_first("batch", (args, kwargs), 0.0 if weight is not None else self.micro_steps.rows)
         return outputs
 
     def _end_failed(self, error: BaseException) -> None:
@@ -129,12 +134,12 @@ class Window:
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
-    def note_first(self, what: str, inputs: object) -> None:
-        """With several ranks, record the first batch or gradients of this rank."""
+    def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
+        """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
         if self.several and self.first is None:
             tensors, reducing = Flattened(inputs).tensors, schedulers_of(self.network)
             code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
-            rows = 0.0 if self.network.weighted else self.micro_steps.rows
+            rows = 0.0 if self.network.weighted else rows
             self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT
 
     def compare_ranks(self) -> None:
@@ -188,7 +193,7 @@ class Window:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # Another optimizer may have an overflow.
                     bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
-                self.loss_scale.adjust(outputs[0].is_updated, bad)
+                self.loss_scale.adjust(updated, bad)
             self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
             if self.overflows_in_a_row >= MAX_OVERFLOWS:
                 # No smaller loss scale can repair such a gradient.

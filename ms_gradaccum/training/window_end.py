@@ -9,7 +9,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_gradaccum._checks import argument_error, warn_in_graph
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, scale_for
+from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -41,7 +42,9 @@ class WindowEnd(nn.Cell):
         # In PYNATIVE mode, too.
         self.compiles = settings.compiles or compiles_itself(optimizer)
         self.learning_rate = LearningRate(optimizer)
+        self.progress = OptimizerProgress(optimizer)
         self.eager = False  # True if the optimizer runs op by op in the current window.
+        self.has_updated = True  # False if the optimizer has left out its last update.
         self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
         # The keys are flags: the graph contains the learning rate, which is user code.
@@ -101,6 +104,7 @@ class WindowEnd(nn.Cell):
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
         report = self.report(True, done)
         bad, loss, overflow, scale, updated, norm, _, rate, weight = report[:9]
+        before = ops.depend(self.progress.count + 0, report)
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
@@ -113,8 +117,14 @@ class WindowEnd(nn.Cell):
                 warn_in_graph(NO_END)
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
+        if self.progress.may_leave_out:
+            updated = self.progress(updated, before, clipped_norm)
         output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, rate, weight)
         return output + report[9:]
+
+    def runs(self, optimizer: nn.Cell) -> bool:
+        """Return whether this end runs ``optimizer``, maybe inside another one."""
+        return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         updates = [each for each in self.updates.values() if isinstance(each, Compiled)]
@@ -154,6 +164,7 @@ class WindowEnd(nn.Cell):
             else:
                 self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")
         run, rate = self.updates[key], output.learning_rate
+        before = self.progress.snapshot() if self.progress.may_leave_out else None
         if self.eager and self.learning_rate.is_recorded:
             with self.learning_rate.recording() as recorded:
                 clipped_norm = run(output.grad_norm, *limit)
@@ -162,6 +173,9 @@ class WindowEnd(nn.Cell):
             clipped_norm = run(output.grad_norm, *limit)
         if self.reducer.several:
             self.reducer.check_replicas()
+        self.has_updated = before is None or self.progress.has_updated(before, output.grad_norm, rate)
+        if not self.has_updated:
+            output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
 

@@ -150,7 +150,7 @@ def test_a_training_is_the_same_with_it_to_the_bit(small, eager, monkeypatch):
     monkeypatch.setattr(LossMeasurement, "_tell", lambda self, text: None)
     batches = measured(monkeypatch)
     with_it = everything_trained(True)
-    assert batches == [1, 2, 4]
+    assert {1, 2, 4} <= {*batches}
     assert with_it == everything_trained(False)
 
 

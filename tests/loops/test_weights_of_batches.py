@@ -4,44 +4,77 @@ import warnings
 
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd, whole
+from linear_toy import X, descend, line, sgd, whole
 from mindspore import Tensor
 
-from ms_gradaccum import Accumulator
+from ms_gradaccum import Accumulator, GradAccumulation
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-ROWS = "For 'Accumulator', the argument 'weight' must be the rows of each batch where those of a window differ"
+UNWEIGHTED = (
+    "For 'Accumulator', gradients of other numbers of rows need a weight, but got none: all batches and ranks count "
+    "alike. Call accumulator(grads, len(x), loss), or prepare the dataset."
+)
 
 
-def loop(sizes, steps, weights=None, passes=1):
-    """Give the gradients of batches of so many rows to an accumulator; return what it warns of."""
+def loop(sizes, steps, weight=None, prepares=True, passes=1, cut=lambda part: [part], axis=0, **settings):
+    """Give the gradients of batches of so many rows to an accumulator; return the weight and what it warns of."""
     network = line()
-    accumulator = Accumulator(network, sgd(network), steps)
+    accumulator = Accumulator(GradAccumulation(network, 1, batch_axis=axis), sgd(network), steps)
     ends = np.cumsum(sizes)
     parts = [(X[end - size : end],) for end, size in zip(ends, sizes)]
-    loader = accumulator.prepare(parts)
+    loader = accumulator.prepare(parts) if prepares else parts
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(passes):
-            for (part,) in loader:
-                grads = (Tensor(np.mean(2 * part * (part * network.weight.asnumpy() - 2 * part), keepdims=True)),)
-                accumulator(grads, *([] if weights is None else [len(part)]))
-    return [str(each.message) for each in caught if ROWS in str(each.message)]
+            for (whole_part,) in loader:
+                for part in cut(whole_part):
+                    mean = np.sum if settings.get("reduction") == "sum" else np.mean
+                    gradient = mean(2 * part * (part * network.weight.asnumpy() - 2 * part), keepdims=True)
+                    own = len(part) if weight == "rows" else weight
+                    accumulator((Tensor(gradient),), own, **settings)
+    return network.weight.asnumpy().item(), [str(each.message) for each in caught if UNWEIGHTED in str(each.message)]
 
 
-def test_batches_of_other_sizes_without_a_weight_are_warned_of_once():
-    expected = f"{ROWS}, but got 1.0 for one of 1 after one of 3, which count alike now. "
-    expected += "Call accumulator(grads, len(x), loss)."
-    assert loop([3, 3, 1], 3, passes=2) == [expected]
+def test_the_rows_of_a_prepared_dataset_are_the_weight():
+    """Batches of 3, 3 and 1 rows; counted alike, the window would move the weight elsewhere."""
+    weight, warned = loop([3, 3, 1], 3)
+    assert weight == pytest.approx(descend(range(1, 8)), rel=1e-5) and warned == []
+    means = [descend(rows) for rows in ((1, 2, 3), (4, 5, 6), (7,))]
+    assert abs(np.mean(means) - weight) > 0.1
 
 
-def test_batches_that_weigh_what_they_are_need_no_warning():
-    assert loop([3, 3, 1], 3, weights="rows") == []
-    assert loop([3, 3, 3][:2], 2) == []
-    # The short batch is a window of its own.
-    assert loop([3, 3, 1], 2) == loop([3, 2, 1], 1) == []
+def test_a_given_weight_is_used_and_needs_no_word():
+    assert loop([3, 3, 1], 3, weight="rows") == (pytest.approx(descend(range(1, 8)), rel=1e-5), [])
+    # Also a 1 that the loop gives on purpose.
+    alike, warned = loop([3, 3, 1], 3, weight=1.0)
+    means = [descend(rows) for rows in ((1, 2, 3), (4, 5, 6), (7,))]
+    assert alike == pytest.approx(np.mean(means), rel=1e-5) and warned == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prepares": False},
+        {"axis": 1},  # The first axis is not that of the rows.
+        {"cut": lambda part: [part[:2], part[2:]][: len(part) // 2 + 1]},  # Pieces, which nobody has counted.
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_batches_whose_rows_nobody_knows_are_said_once(settings):
+    _, warned = loop([3, 3], 4 if "cut" in settings else 2, passes=2, **settings)
+    assert warned == [UNWEIGHTED]
+
+
+def test_one_batch_for_each_update_needs_no_weight():
+    assert loop([3, 3, 1], 1, prepares=False) == (pytest.approx(descend((1, 2, 3), (4, 5, 6), (7,)), rel=1e-5), [])
+
+
+def test_sums_need_no_weight():
+    """Each row counts alike in a sum, which is divided by the number of batches."""
+    weight, warned = loop([3, 3, 1], 3, prepares=False, reduction="sum")
+    assert weight == pytest.approx(7 / 3 * descend(range(1, 8)), rel=1e-5) and warned == []
 
 
 def test_the_weight_is_checked_as_ever():

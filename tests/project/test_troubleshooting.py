@@ -378,9 +378,8 @@ def a_python_value_that_changes(monkeypatch, _):
 
 
 @says("For 'Accumulator', step() must follow its backward(), but got the first 4 without one")
-def steps_without_a_backward_pass(monkeypatch, _):
+def steps_without_a_backward_pass(*_):
     accumulator = accumulator_of()
-    monkeypatch.setattr(ms.Parameter, "grad", ops.ones((1, 1)), raising=False)
     for _ in range(4):
         accumulator.step()
 
@@ -406,11 +405,29 @@ def two_backward_passes(*_):
         accumulator.backward(*LINES)
 
 
-@says("For 'Accumulator', the argument 'weight' must be the rows of each batch")
+@says("For 'Accumulator', gradients of other numbers of rows need a weight")
 def batches_of_other_rows_without_a_weight(*_):
     accumulator = accumulator_of(4)
-    for _ in accumulator.prepare(batches(3)):
+    for _ in batches(3):
         accumulator((ops.ones((1, 1)),))
+
+
+@says("For 'Model', a training cell has its own settings")
+def a_training_cell_with_settings(*_):
+    cell = loss_cell()
+    Model(nn.TrainOneStepCell(cell, sgd(cell)), accumulation_steps=4)
+
+
+@says("For 'Model', the argument 'optimizer' must be given for a training")
+def a_training_without_an_optimizer(*_):
+    Model(loss_cell(), accumulation_steps=4).train(1, batches(2))
+
+
+@says("For 'Model', a list of learning rates must have an entry for each update")
+def a_rate_for_each_batch(*_):
+    cell = loss_cell()
+    optimizer = nn.SGD(cell.trainable_params(), [0.01] * 4)
+    Model(cell, optimizer=optimizer, accumulation_steps=4).train(1, batches(2))
 
 
 @says("For 'Accumulator', the argument 'grads' must be gradients of the optimizer's")

@@ -149,9 +149,10 @@ WRONG = {
             TypeError,
             lambda value=value: GradAccumulation(loss_cell(), 2, weighted=value),
             ("GradAccumulation", "weighted"),
-            f"a bool, but got {typed(value)}. True means that network returns (loss_sum, weight).",
+            f"a bool or 'mean', but got {typed(value)}. True is for a network that returns (loss_sum, weight), "
+            "'mean' for (loss_mean, weight).",
         )
-        for value in (1, None, "yes")
+        for value in (1, None)
     },
     **{
         f"network of GradAccumulation {name}": (

@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         "the loss scale stays as it is after an overflow",
         "training/window.py",
-        "                self.loss_scale.adjust(outputs[0].is_updated, bad)\n",
+        "                self.loss_scale.adjust(updated, bad)\n",
         "                pass\n",
         CLIPS,
     ),

@@ -24,6 +24,7 @@ class KeepGradients(nn.Optimizer):
         self.map = ops.HyperMap()
 
     def construct(self, gradients):
+        self.assignadd(self.global_step, self.global_step_increase_tensor)  # It is an update, though it moves nothing.
         return self.map(ops.assign, self.kept, gradients)
 
     def gradients(self):

@@ -192,7 +192,7 @@ def test_model_tells_of_the_update_of_a_graph(listener):
         def original_args(self):
             return self
 
-    steps = PassSteps(model, [], batches(2), 0)
+    steps = PassSteps(model, [], batches(2), 0, 1)
     with model.train_network.events.listening([listener]):
         steps.on_train_step_end(Context())
     assert [told[0] for told in listener.told] == ["update_end"]

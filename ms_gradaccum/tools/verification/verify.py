@@ -16,7 +16,7 @@ from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.diagnosis import Diagnosis
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
-from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
@@ -36,7 +36,7 @@ def verify(
     batch: Batch,
     micro_size: int | None,
     *,
-    weighted: bool = False,
+    weighted: Weighted = False,
     batch_axis: BatchAxis = 0,
     reference: nn.Cell | None = None,
     rtol: float | None = None,
@@ -62,8 +62,8 @@ def verify(
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation ``None`` or its own number.
 
     Keyword Args:
-        weighted (bool), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; not for a
-            `network` that is one. Default: ``False`` and ``0``.
+        weighted (Union[bool, str]), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; not
+            for a `network` that is one. Default: ``False`` and ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
             parameters and inputs and returns the mean loss. Only a reference reveals a loss that is divided by the
             number of micro batches. Default: ``None``.
@@ -116,7 +116,7 @@ def verify(
         start.put_back()
 
 
-def _wrapped(network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis) -> GradAccumulation:
+def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch_axis: BatchAxis) -> GradAccumulation:
     """Wrap a loss cell in a GradAccumulation; return a GradAccumulation itself, if the settings match."""
     network = check.check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     network = adopted(network.network if isinstance(network, AutoParallel) else network)

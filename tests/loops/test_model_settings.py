@@ -1,0 +1,183 @@
+"""A Model obeys its settings, or says that nobody would."""
+
+import warnings
+from contextlib import suppress
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import batches, descend, line, sgd, weight_of
+from mindspore import ParameterTuple, nn, ops
+
+from ms_gradaccum import EMA, ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
+
+pytestmark = pytest.mark.usefixtures("eager")
+# An update for each of the four batches of the toy, as a training cell makes it.
+EACH_BATCH = [(1, 2), (3, 4), (5, 6), (7, 8)]
+
+
+class OwnTrainStep(nn.Cell):
+    """A training cell; its optimizer may be where no cell shows it."""
+
+    def __init__(self, network, optimizer, hides=False):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.update = [optimizer] if hides else optimizer
+        self.hides = hides
+        self.weights = ParameterTuple(network.trainable_params())
+        self.gradient = ops.GradOperation(get_by_list=True)
+
+    def construct(self, *batch):
+        loss = self.network(*batch)
+        grads = self.gradient(self.network, self.weights)(*batch)
+        update = self.update[0] if self.hides else self.update
+        return ops.depend(loss, update(grads))
+
+
+class Around(nn.Cell):
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, *batch):
+        return self.step(*batch)[0]
+
+
+def parts():
+    network = line()
+    return network, nn.WithLossCell(network, nn.MSELoss()), sgd(network)
+
+
+CELLS = {
+    "own": lambda loss, optimizer: OwnTrainStep(loss, optimizer),
+    "hidden": lambda loss, optimizer: OwnTrainStep(loss, optimizer, hides=True),
+    "stock": lambda loss, optimizer: nn.TrainOneStepCell(loss, optimizer),
+    "around ours": lambda loss, optimizer: Around(TrainOneStepCell(loss, optimizer, check_loss=False)),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulation_steps": 4},
+        {"clip": ClipByGlobalNorm(1.0)},
+        {"mixed_precision": "fp16"},
+        {"parallel": DataParallel()},
+        {"last_window": "drop"},
+        {"bad_micro_batch": "drop"},
+        {"compile": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_beside_a_training_cell_are_refused(kind, settings):
+    _, loss, optimizer = parts()
+    with pytest.raises(ValueError, match=f"with {next(iter(settings))}. Give the loss cell inside it, and optimizer="):
+        Model(CELLS[kind](loss, optimizer), **settings)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_training_cell_without_settings_trains_as_with_mindspores_model(kind):
+    network, loss, optimizer = parts()
+    Model(CELLS[kind](loss, optimizer)).train(1, batches(2))
+    assert weight_of(network) == pytest.approx(descend(*EACH_BATCH), rel=1e-5)
+
+
+def test_a_model_adopts_a_step_of_this_package_as_before():
+    network, loss, optimizer = parts()
+    Model(TrainOneStepCell(loss, optimizer, accumulation_steps=4, check_loss=False)).train(1, batches(2))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 4}])
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: GradAccumulation(loss, 2)])
+def test_a_training_without_an_optimizer_ends_before_anything_runs(wrap, settings):
+    network, loss, _ = parts()
+    model = Model(wrap(loss), **settings)
+    begun = []
+
+    class Begun(ms.train.Callback):
+        def on_train_begin(self, run_context):
+            begun.append(True)
+
+    for train in (model.train, model.fit):
+        with pytest.raises(ValueError, match="'optimizer' must be given for a training, but got None"):
+            train(1, batches(2), callbacks=[Begun()])
+    assert not begun and weight_of(network) == 0.0
+
+
+def test_a_model_without_an_optimizer_evaluates_whatever_its_settings():
+    network = line()
+    model = Model(network, nn.MSELoss(), metrics={"mse"}, accumulation_steps=4)
+    x = np.arange(1, 9, dtype=np.float32)
+    assert model.eval(batches(2))["mse"] == pytest.approx(np.mean((2 * x) ** 2))
+
+
+@pytest.mark.parametrize("name", ["network", "loss_fn", "eval_network"])
+def test_an_optimizer_in_another_place_is_refused(name):
+    _, loss, optimizer = parts()
+    with pytest.raises(TypeError, match=f"'{name}' must not be an optimizer, but got SGD. Give it as optimizer="):
+        Model(**{"network": loss, name: optimizer})
+
+
+def warned(rates, epochs=2, passes=1, **settings):
+    """Train with rates in a list; return the warnings of it."""
+    network, loss, _ = parts()
+    settings = {"accumulation_steps": 4, "check_loss": False} | settings
+    optimizer = nn.SGD(network.trainable_params(), rates)
+    model = Model(loss, optimizer=optimizer, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(passes):
+            with suppress(RuntimeError):  # MindSpore's own, op by op at the end of a short list.
+                model.train(epochs, batches(2))
+    return [str(each.message) for each in caught if "list of learning rates" in str(each.message)]
+
+
+def test_a_list_of_rates_for_each_batch_is_said_once():
+    """Two epochs of four batches make two updates."""
+    (text,) = warned([0.001] * 8, passes=2)
+    assert text == (
+        "For 'Model', a list of learning rates must have an entry for each update, but got 8 for 2 updates with 8 "
+        "batches. Build it with 2 entries."
+    )
+
+
+@pytest.mark.parametrize(
+    "entries, settings",
+    [
+        (3, {}),  # Neither a list for all batches nor one for all updates.
+        (1, {"accumulation_steps": 3, "last_window": "drop"}),  # Two updates, one each pass.
+        (2, {"accumulation_steps": 3}),  # Four updates, two each pass.
+    ],
+)
+def test_lists_of_other_lengths_are_said(entries, settings):
+    assert len(warned([0.001] * entries, **settings)) == 1
+
+
+@pytest.mark.parametrize(
+    "rates, settings",
+    [
+        ([0.001] * 2, {}),
+        ([0.001] * 8, {"accumulation_steps": 1}),
+        ([0.001] * 50, {"accumulation_steps": 1}),
+        ([0.001] * 4, {"accumulation_steps": 3}),
+        ([0.001] * 2, {"accumulation_steps": 3, "last_window": "drop"}),
+        ([0.001] * 2, {"accumulation_steps": 3, "last_window": "carry"}),
+        (0.001, {}),
+        (nn.CosineDecayLR(0.0, 0.001, 8), {}),
+    ],
+)
+def test_a_rate_for_each_update_and_rates_without_a_list_need_no_word(rates, settings):
+    assert warned(rates, **settings) == []
+
+
+def test_a_list_for_several_trainings_needs_no_word():
+    assert warned([0.001] * 5, epochs=1, passes=5) == []
+
+
+def test_an_ema_follows_what_the_model_trains():
+    network, loss, optimizer = parts()
+    ema = EMA(0.5, warmup_updates=0)
+    Model(loss, optimizer=optimizer, accumulation_steps=2, check_loss=False).train(1, batches(2), callbacks=[ema])
+    assert ema.updates == 2
