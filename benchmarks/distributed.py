@@ -56,7 +56,7 @@ def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tupl
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(2 + args.repeat):
         for name, (step, network, _) in programs.items():
-            gather_counts(0)  # All ranks start together.
+            gather_counts("begins", 0)  # All ranks start together.
             seconds[name].append(run_window(step, network, batch))
     return {name: (seconds[name][2:], sent) for name, (_, _, sent) in programs.items()}
 

@@ -32,7 +32,9 @@ MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
 # A difference must exceed so many standard deviations of a random loss, from a few passes.
 NUM_DEVIATIONS = 10
-NUM_DRAWS = 4
+# Passes of a loss whose random numbers do not come back, and more if its error exceeds a few deviations.
+NUM_DRAWS = (4, 12)
+NUM_LIKELY = 3
 NUM_SEEDS = 3
 # Tensors up to this size are always copied, to restore what the forward pass changes.
 SMALL_SIZE = 2**16
@@ -305,16 +307,13 @@ class LossMeasurement:
         error = self._error(*losses)
         if error <= self._tolerance(losses):
             return ""
-        draws = [passes.loss(both, draws_on=True) for _ in range(NUM_DRAWS)]
+        draws = [passes.loss(both, draws_on=True) for _ in range(NUM_DRAWS[0])]
         if max(_relative(each.value - losses[0].value, losses) for each in draws) > self._tolerance(losses):
             return self._of_draws(passes, a, b)
         if error < MIN_CERTAIN_ERROR:
-            others = [
-                passes.loss(b.joined(a)).value - losses[0].value,
-                passes.loss(a.joined(a)).value - losses[1].value,
-            ]
-            rounding = [size for each in others if (size := _relative(each, losses)) < MIN_CERTAIN_ERROR]
-            if error <= NUM_ORDERS * max(rounding, default=0.0):
+            turned = [(both, losses[0]), (a, losses[1]), (b, losses[2])]
+            rounding = [passes.loss(rows.take(range(rows.size)[::-1])).value - loss.value for rows, loss in turned]
+            if error <= NUM_ORDERS * max(_relative(each, losses) for each in rounding):
                 return ""
         return self._sentence(error)
 
@@ -331,13 +330,18 @@ class LossMeasurement:
                 f"For '{_OWNER}', the same rows have another loss in each pass ({_percent(drift)} apart), so micro "
                 f"batches see each other's state. Keep state out of the loss, or change it once per update."
             )
-        draws = [[passes.loss(rows, draws_on=True) for _ in range(NUM_DRAWS)] for rows in (both, a, b)]
-        means = [Loss(float(np.mean([each.value for each in some])), some[0].weight) for some in draws]
-        noise = max(float(np.std([each.value for each in some], ddof=1)) for some in draws) / NUM_DRAWS**0.5
-        error = self._error(*means)
-        if error > max(NUM_DEVIATIONS * _relative(noise, means), self._tolerance(means)):
-            return self._sentence(error)
-        return ""
+        draws: list[list[Loss]] = [[], [], []]
+        error = noise = 0.0
+        for more in NUM_DRAWS:
+            for losses, rows in zip(draws, (both, a, b)):
+                losses += [passes.loss(rows, draws_on=True) for _ in range(more)]
+            means = [Loss(float(np.mean([each.value for each in losses])), losses[0].weight) for losses in draws]
+            spread = max(float(np.std([each.value for each in losses], ddof=1)) for losses in draws)
+            noise = _relative(spread, means) / len(draws[0]) ** 0.5
+            error = self._error(*means)
+            if error <= max(NUM_LIKELY * noise, self._tolerance(means)):
+                return ""
+        return self._sentence(error) if error > NUM_DEVIATIONS * noise else ""
 
     def _of_draws(self, passes: "_Passes", a: Rows, b: Rows) -> str:
         """Return the sentence for a loss that draws random numbers, from passes that draw the same ones.
@@ -449,6 +453,22 @@ class LossMeasurement:
                 f"({_percent(error)} apart), although their losses fit: rows interact in the backward pass, or a term "
                 f"does not show in the loss. {_PAGE}"
             )
+
+
+def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
+    """Let the error of a micro batch begin with the reason if the network takes the whole batch."""
+    rows = Rows.of(inputs, network.batch_axis)
+    try:
+        with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+            loss = network.loss_of(rows.structure)
+            Eager(loss, False)(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
+    except Exception:
+        return
+    text = (
+        f"For '{_OWNER}', the network takes the {rows.size} rows of the batch, but not the {size} rows of a micro "
+        f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+    )
+    error.args = (f"{network.headed(text)}\n{error}", *error.args[1:])
 
 
 class _Passes:

@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType, ModuleType
 
 from mindspore import Tensor, nn, ops
@@ -31,7 +32,9 @@ _versions = itertools.count(1)
 class NetworkCode:
     """The objects reachable from a network or an optimizer, and the names and strings in the user's functions there."""
 
-    def __init__(self, network: object) -> None:
+    def __init__(self, network: object, libraries: Iterable[str] = ()) -> None:
+        """``libraries``: the modules of further libraries, whose code is not looked at."""
+        self.libraries = _LIBRARIES.union(each.split(".")[0] for each in libraries)
         self.names: set[str] = set()
         # The global variables that functions assign: the namespace of the module, and the name.
         self.assigned: list[tuple[dict[str, object], str]] = []
@@ -51,12 +54,12 @@ class NetworkCode:
         """Return the objects that a value refers to. The garbage collector finds them without running user code."""
         if is_a(value, FunctionType):
             inputs = (value.__closure__, value.__defaults__, value.__kwdefaults__)
-            return [*inputs, *self._named_by(value.__code__, value.__globals__)] if is_user(value) else inputs
+            return [*inputs, *self._named_by(value.__code__, value.__globals__)] if self._is_user(value) else inputs
         if is_a(value, type):
-            items = (item for kind in value.__mro__ if is_user(kind) for item in vars(kind).items())
+            items = (item for kind in value.__mro__ if self._is_user(kind) for item in vars(kind).items())
             return [each for name, each in items if name != "__init__"]
         kind, is_module = type(value), is_a(value, ModuleType)
-        is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
+        is_open = is_a(value, nn.Cell) or self._is_user(kind) or kind.__module__ in _HOLDERS
         return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)] if is_open and not is_module else ()
 
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
@@ -71,9 +74,12 @@ class NetworkCode:
                 yield from self._named_by(each.argval, known)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = known.get(each.argval)
-            elif is_a(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
+            elif is_a(value, ModuleType) and self._is_user(value) and isinstance(each.argval, str):
                 value = vars(value).get(each.argval)
             yield value
+
+    def _is_user(self, value: object) -> bool:
+        return is_user(value, self.libraries)
 
     def reductions(self) -> list[str]:
         """Return the names of operators and functions that reduce over processes."""
@@ -131,7 +137,7 @@ def _has_own_backward(value: object) -> bool:
     return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
 
 
-def is_user(value: object) -> bool:
+def is_user(value: object, libraries: AbstractSet[str] = _LIBRARIES) -> bool:
     """Return whether a class, a function or a module is user code and not from a library."""
     name = vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
-    return str(name).split(".")[0] not in _LIBRARIES
+    return str(name).split(".")[0] not in libraries

@@ -11,6 +11,7 @@ from ms_gradaccum.batch.split import TENSORS, BatchAxis, Flattened, Item, count_
 
 _OWNER = "GradAccumulation"
 # Types of per-row values in a list. Tensors in a list are checked separately.
+_MANY_COLUMNS = 64
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
@@ -32,9 +33,31 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
 
 def hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
+    for i, item in enumerate(inputs):
+        column = _column_of_row_numbers(item)
+        if column is not None:
+            return (
+                f"For '{_OWNER}', column {column} of {accumulation.name_of_input(i)} seems to count the rows of the "
+                f"batch, as numbers of images do: a micro batch has other rows. Number them in the loss cell, or use "
+                f"GradCacheLoss(network, loss, labels=1), whose loss sees the whole batch."
+            )
     shapes = _described(accumulation, ambiguous_inputs(inputs, accumulation.batch_axis, "indices" in error), inputs)
     begin = f"For '{_OWNER}', an input may be split by mistake, because its shape does not show whether it is a batch"
     return shapes and f"{begin}: {shapes}. Give None in batch_axis for an input that is not a batch."
+
+
+def _column_of_row_numbers(item: Any) -> int | None:
+    """Return the index on the last axis at which each row has its own number, or padding; None if there is none."""
+    if not isinstance(item, TENSORS) or len(item.shape) < 2 or not 1 < item.shape[0] or item.shape[-1] > _MANY_COLUMNS:
+        return None
+    array = item if isinstance(item, np.ndarray) else item.asnumpy()
+    numbers = np.arange(len(array)).reshape(-1, *[1] * (array.ndim - 2))
+    for column in range(array.shape[-1]):
+        values = array[..., column]
+        is_own = values == numbers
+        if (is_own | np.isin(values, (0, -1))).all() and is_own.reshape(len(array), -1).any(1).all():
+            return column
+    return None
 
 
 def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, ...]) -> str:

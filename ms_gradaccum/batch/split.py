@@ -194,7 +194,10 @@ def count_rows(items: Iterable[Item]) -> int:
             f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
         )
     if rows == 0:
-        raise ValueError(f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip empty ones.")
+        raise ValueError(
+            f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip it or, if other processes "
+            f"have rows, call join() in its place."
+        )
     return rows
 
 

@@ -68,6 +68,8 @@ class Contents:
         # The keys are names as in MindSpore's checkpoints, with a prefix from the second network or optimizer on.
         self.held: dict[str, Held] = {}
         self._seen: set[int] = set()
+        for window in self.windows:
+            window.reshard()
         for i, window in enumerate(step.windows):
             prefix = f"network{i}." if i else ""
             for cell in (window.network, *window.optimizers):

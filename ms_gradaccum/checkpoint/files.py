@@ -6,9 +6,12 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import safetensors
@@ -23,6 +26,12 @@ MANIFEST = "manifest.json"
 # The largest file of several tensors, which a process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
+LOCK = ".lock"
+# The time that a job which is ending may hold a folder that its successor wants. Unit: seconds.
+LINGERS = 60.0
+# The open files whose locks tell other jobs that this process saves there, the oldest first.
+_claimed: dict[Path, IO[str]] = {}
+_MANY_FOLDERS = 100  # A process that saves into more gives up the oldest.
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
 _CHANGED = "has another checksum than what was written"
 _CODES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()
@@ -71,6 +80,46 @@ def begin(directory: Path) -> str:
     name = f"{_PARTIAL}state-{max(map(number_of, states_in(directory)), default=0) + 1:06d}"
     (directory / name).mkdir()
     return name
+
+
+def claim(directory: Path) -> None:
+    """Let no other process save into a folder as long as this one lives. Raise if another one does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory.resolve() / LOCK
+    if path in _claimed and path.exists():
+        return
+    file = path.open("a+")
+    end = time.monotonic() + LINGERS
+    while not _lock(file):
+        if time.monotonic() > end:
+            file.seek(0)
+            holder = file.read() or "another process"
+            file.close()
+            raise RuntimeError(
+                f"For 'save_state', a folder must be that of one training, but {holder} saves into {directory}, too. "
+                f"End it, or give another folder."
+            )
+        time.sleep(0.1)
+    with suppress(OSError):  # The lock holds on a full disk, too.
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    if len(_claimed) == _MANY_FOLDERS:
+        _claimed.pop(next(iter(_claimed))).close()
+    _claimed[path] = file
+
+
+def _lock(file: IO[str]) -> bool:
+    """Return whether no other process has locked a file. Some systems have no locks."""
+    try:
+        import fcntl  # Missing on Windows.
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        return True
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 def remove_partial(directory: Path) -> None:

@@ -35,6 +35,7 @@ from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
+_SAVES, _LOADS = "saves a state", "loads a state"
 _Plan = list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
 # Values to assign once all ranks have accepted the state: tensors, random states, positions in the data, `extra`.
 _Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
@@ -121,23 +122,39 @@ def save_state(
 def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
     """Write a state on all ranks or on none, and return its name."""
     world = current_world(_SAVE)
+    claim_folder(_SAVES, directory)
     try:
         partial, own_names = _begin(contents, directory, world)
-        written = exchange(lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
+        written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
         found = {file: facts for each, _ in written for file, facts in each.items()}
         ranks = [each for _, each in written]
         manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": ranks}
-        return str(exchange(lambda: files.commit(directory / partial, manifest) if world.rank == 0 else "")[0])
+        name = exchange(_SAVES, lambda: files.commit(directory / partial, manifest) if world.rank == 0 else "")[0]
+        return str(name)
     except BaseException as error:
         if world.rank == 0:
             files.remove_partial(directory)
         if not isinstance(error, OSError):
             raise
-        text = (
-            f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
-            f"it are whole. Make room, or give a folder that all processes can write to"
-        )
-        raise OSError(error.errno or errno.EIO, text) from error
+        raise unwritable(directory, error) from error
+
+
+def unwritable(directory: Path, error: OSError) -> OSError:
+    """Return the error for a folder in which no state can be written."""
+    text = (
+        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
+        f"it are whole. Make room, or give a folder that all processes can write to"
+    )
+    return OSError(error.errno or errno.EIO, text)
+
+
+def claim_folder(doing: str, directory: Path) -> None:
+    """Let no other job save into a folder. Collective."""
+    is_first = current_world(_SAVE).rank == 0
+    try:
+        exchange(doing, lambda: files.claim(directory) if is_first else None)
+    except OSError as error:
+        raise unwritable(directory, error) from error
 
 
 def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[str]]:
@@ -151,7 +168,7 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
         partial = files.begin(directory) if world.rank == 0 else ""
         return partial, [digest([held[name].source]) for name in compared]
 
-    words = exchange(first_words)
+    words = exchange(_SAVES, first_words)
     digests = zip(*(each for _, each in words))
     differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
     shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
@@ -218,11 +235,11 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents, world = Contents(trained), current_world(_LOAD)
-    state = Path(exchange(lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
+    state = Path(exchange(_LOADS, lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
     found: list[_Found] = []
     # If any rank refuses a number, all numbers are restored. Tensors are too large for that and are checked first.
     with all_or_nothing(contents):
-        exchange(lambda: found.append(_load_numbers(contents, world, state)))
+        exchange(_LOADS, lambda: found.append(_load_numbers(contents, world, state)))
     plan, random, places, extra = found[0]
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))

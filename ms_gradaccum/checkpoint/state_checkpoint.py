@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int, require
 from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
-from ms_gradaccum.checkpoint.state import load_state, save_state
+from ms_gradaccum.checkpoint.state import claim_folder, load_state, save_state
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.world import current_world, exchange, gather_counts
 
@@ -86,6 +87,11 @@ class StateCheckpoint(Settled, Callback):
         self._saved_step, self._time = -1, 0.0  # Step and time of the last state.
         self._is_built = True
 
+    def agreed(self) -> str:
+        """Return what all ranks must have in common, or some would save without the others."""
+        settings = f"save_checkpoint_steps={self.steps}, save_checkpoint_seconds={self.seconds}"
+        return f"StateCheckpoint({settings}, save_at_sigterm={self.save_at_sigterm})"
+
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
         """Attach to a training of ``model`` in this context. Only the main thread can handle signals."""
@@ -106,11 +112,12 @@ class StateCheckpoint(Settled, Callback):
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
         folder, is_first = self.directory, current_world(_OWNER).rank == 0
         # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
-        if exchange(lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
+        if exchange("looks for a state", lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
             load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         require(self.model is not None, _OWNER, "model", "one of ms_gradaccum", "another", "Import Model from there.")
+        claim_folder("begins to train a Model", Path(self.directory))
         self._saved_step, self._time = run_context.original_args().cur_step_num, time.monotonic()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -127,7 +134,7 @@ class StateCheckpoint(Settled, Callback):
         asks = ends_window and (self.save_at_sigterm or self.seconds is not None)
         if current_world(_OWNER).size > 1 and not asks:
             return False, False
-        answers = gather_counts(2 * self._is_told_to_end + late)
+        answers = gather_counts("ends a step with a StateCheckpoint", 2 * self._is_told_to_end + late)
         return max(answers) > 1, answers[0] % 2 == 1
 
     def _save(self, step: int) -> bool:

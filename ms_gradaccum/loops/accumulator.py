@@ -400,7 +400,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        is_open = self.windows[0].reducers[0].most(self.window.batches_added)
+        is_open = self.windows[0].reducers[0].most("flushes its window", self.window.batches_added)
         for trained in self.windows:
             trained.compare_ranks()
         return _one_or_all(self.window.flush()) if is_open else None

@@ -78,7 +78,7 @@ class PreparedDataset:
         """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
         (taken, sources, random_now), is_left = self._begin(), True
         left = len(self) - taken if self.ranks > 1 else 0
-        lengths = gather_counts(left) if self.ranks > 1 else [left]
+        lengths = gather_counts("begins a pass over its data", left) if self.ranks > 1 else [left]
         missing, self.common = max(lengths) - left, taken + min(lengths)
         try:
             with sources.begun(self.dataset, random_now):

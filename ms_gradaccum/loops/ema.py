@@ -100,6 +100,8 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         ):
             require(holds, _OWNER, "callback", rule, got, remedy)
         window.network.init_parameters_data()
+        self._window = window
+        window.reshard()
         self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
         self.count = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
@@ -108,6 +110,9 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.start()
         step.ema_averages = self
+
+    def agreed(self) -> str:
+        return f"EMA({self.decay}, warmup_updates={self.warmup_updates:g})"
 
     def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
         """Count update t, and move the averages by `least + growth * exp(-rate * t)` of the way to the weights."""
@@ -124,6 +129,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         if not self.weights:
             raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
         self.check_weights(_OWNER)
+        self._window.reshard()
         if self.updates == 0:
             _assign(self.values, self.weights)
 
@@ -153,6 +159,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
             _assign(self.weights, self.values)
             yield
         finally:
+            self._window.reshard()
             _assign(self.weights, self.kept)
             self.kept = ()
 

@@ -30,6 +30,8 @@ def check_last_window(owner: str, value: object) -> str:
 class ResumingCallback(Protocol):
     """A callback that saves the states of a training. It runs last, so that it saves the changes of the others."""
 
+    def agreed(self) -> str: ...
+
     def watching(self, model: ms.Model) -> AbstractContextManager[None]: ...
 
     def resume_into(self, model: ms.Model) -> None: ...
@@ -39,7 +41,7 @@ class StopTogether(Callback):
     """The last callback of a training with several ranks: it stops all ranks after an epoch if one of them stops."""
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        stops = gather_counts(run_context.get_stop_requested())
+        stops = gather_counts("ends an epoch", run_context.get_stop_requested())
         ranks = [rank for rank, stop in enumerate(stops) if stop]
         if ranks and 0 in stops:
             run_context.request_stop()
@@ -73,7 +75,9 @@ class PassSteps(Callback):
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
-        lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
+        lengths: list[int] = [self.length]
+        if self.train_step.windows[0].several:
+            lengths = gather_counts("begins to train a Model", self.length)
         # In a pass, the number of steps on every process, and the number of batches that all processes have.
         self.steps, self.common = max(lengths), min(lengths)
         self._until_first_batch = ExitStack()

@@ -25,6 +25,7 @@ from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
+from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
@@ -285,8 +286,7 @@ class Model(Settled, ms.Model):
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         if self._train_network.windows[0].several:
-            agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
-            check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
+            self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
@@ -318,6 +318,14 @@ class Model(Settled, ms.Model):
             raise
         finally:
             self._steps = None
+
+    def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
+        """Raise on all ranks if they are told different things. Collective."""
+        shared = [each for each in callbacks if isinstance(each, (ResumingCallback, StatefulCallback))]
+        agreed = {name: settings.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
+        agreed |= {"callbacks": [each.agreed() for each in shared]}
+        agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}
+        check_agreement(_OWNER, agreed, "begins to train a Model")
 
     @property
     def can_save(self) -> bool:

@@ -22,6 +22,7 @@ from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
+from ms_gradaccum.parallel.reduced import check_not_late
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
@@ -105,7 +106,10 @@ class TrainedNetwork(Window):
         self.micro_steps.rows = weight
         if self.watch.is_on:
             self.watch.begin_batch()
-        added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
+        parameters = [*self.micro_steps.parameters]
+        if not self.comes_reduced and any(each.hooks() for each in parameters):
+            check_not_late(_OWNER, self.network)
+        added = () if self.reducers[0].keeps_grads else _check_grads(grads, parameters)
         if self.watch.is_on and self.settings.accumulation_steps > 1:
             self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)

@@ -159,6 +159,9 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     for name, cell in network.cells_and_names():
         place = f"network.{name}" if name else "network"
         settings[place] = type(cell).__name__
+        casts = [flag for flag in ("fp16", "bf16", "fp32") if cell.get_flags().get(flag)]
+        if casts:
+            settings[f"{place}.to_float"] = casts[0]
     parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
     shapes = {
         f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"

@@ -1,8 +1,9 @@
 """Gradients that come reduced: hooks of the network, or the caller, have already added them up over the ranks.
 
 HyperParallel's `hsdp` is recognised by its protocol. A cell has an `hsdp_scheduler` with `config.grad_scale`,
-`requires_acc_grad`, `set_requires_grad_sync()` and `zero_grads()`. Its parameters have hooks that reduce; if a rank
-holds only a part of one between two steps, that parameter has an `hsdp_effective_shard_size`.
+`requires_acc_grad`, `set_requires_grad_sync()`, `zero_grads()` and `hsdp_state.shard()`. Its parameters have hooks that
+reduce; if a rank holds only a part of one between two steps, that parameter has an `hsdp_effective_shard_size`. A
+forward pass leaves such parameters whole, until a backward pass or `shard()` cuts them.
 """
 
 import zlib
@@ -22,9 +23,9 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
 
-_PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads")
+_PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
     "For '{owner}', a network that reduces its gradients in the last micro batch of a window must know it beforehand, "
     "but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave enable_grad_accumulation out."
@@ -51,6 +52,9 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
     rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
     require(parallel == "auto" or isinstance(parallel, Reduced), owner, "parallel", rule, repr(parallel), remedy)
+    if isinstance(parallel, Reduced) and parallel.mean:
+        rule, remedy = "'auto' for a network of hsdp(), which says itself how it scales", "Leave it out."
+        raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
         says = all(map(partial(hasattr, each), _PROTOCOL)) and hasattr(each.config, "grad_scale")
@@ -71,6 +75,15 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
         rule = "one that adds up its gradients with operators of this device"
         raise ValueError(argument_error(owner, "network", rule, got, remedy)) from error
     return parallel if isinstance(parallel, Reduced) else Reduced()
+
+
+def check_not_late(owner: str, network: nn.Cell) -> None:
+    """Raise if a network reduces its gradients although its training step was built for one that does not."""
+    if schedulers_of(network):
+        raise RanksDiffer(
+            f"For '{owner}', hsdp() must come before the optimizer and the training step, but got it afterwards. Call "
+            f"hsdp() first: the step would add up the gradients once more."
+        )
 
 
 class ReducedReducer(DataParallelReducer):
@@ -98,7 +111,7 @@ class ReducedReducer(DataParallelReducer):
         self.restart()
 
     def max_micro_batches(self, micro_batches: int) -> int:
-        counts = gather_counts(micro_batches)
+        counts = gather_counts("begins a batch", micro_batches)
         if len(set(counts)) > 1:
             raise ValueError(
                 f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
@@ -110,7 +123,8 @@ class ReducedReducer(DataParallelReducer):
         if self.keeps_grads:
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
         factors = self.factors
-        hashes = gather_counts(zlib.crc32(np.array(factors).tobytes()) >> 1) if factors else []
+        own = zlib.crc32(np.array(factors).tobytes()) >> 1
+        hashes = gather_counts("ends a window", own) if factors else []
         is_one = len(set(hashes)) <= 1 and not (self.accumulates and len(set(factors)) > 1)
         rule, remedy = "the same for all means that the network adds up", "Differentiate sums and give reduction='sum'."
         require(is_one, owner, "weight", rule, f"{factors} on this rank", remedy)
@@ -129,6 +143,10 @@ class ReducedReducer(DataParallelReducer):
         for each in self.schedulers[:1]:
             if getattr(each.config, "comm_async", False):
                 each.platform.wait_grad_handle()
+
+    def reshard(self) -> None:
+        for each in self.schedulers:
+            each.hsdp_state.shard()
 
     def restart(self) -> None:
         self.is_empty, self.keeps_grads = True, self.accumulates

@@ -39,9 +39,9 @@ class GradientReducer(nn.Cell):
         """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
         return {view.name: gather for view, gather in self.gathered}
 
-    def most(self, count: int) -> int:
+    def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(count)) if self.several else count
+        return max(gather_counts(doing, count)) if self.several else count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
@@ -93,6 +93,9 @@ class GradientReducer(nn.Cell):
 
     def check_replicas(self) -> None:
         """With `check_weights`, raise if the ranks' parameters differ. Called by the host after each update."""
+
+    def reshard(self) -> None:
+        """Cut the parameters that an evaluation has left whole. Called by the host before it reads or updates them."""
 
     def replicas(self) -> tuple[Parameter, ...]:
         """Return the whole parameters, which all ranks have."""

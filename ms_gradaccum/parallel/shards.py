@@ -77,7 +77,7 @@ class ShardedReducer(DataParallelReducer):
         self.assign_shards = AssignParts(self.sums, layout.sharded)
 
     def max_micro_batches(self, micro_batches: int) -> int:
-        return self.most(micro_batches) if self.every_batch else micro_batches
+        return self.most("begins a batch", micro_batches) if self.every_batch else micro_batches
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.every_batch:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,6 +24,10 @@ from ms_gradaccum.backend.tensors import Array
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
+_MARK = 0x6D736761  # The first word of each exchange. Gradients have another one.
+_LONGEST = 64  # The bytes that say what a rank is doing, in the message that follows a difference.
+_UNLIKE = "For 'TrainOneStepCell', the ranks must do the same in the same order, but"
+_ALL = "Make the same calls on all ranks."
 _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
 
@@ -62,22 +67,22 @@ class _Collective(nn.Cell):
         return self.operator((values,))[0] if self.broadcasts else self.operator(values)
 
 
-def gather_values(value: object) -> list[Any]:
+def gather_values(doing: str, value: object) -> list[Any]:
     """Return each rank's ``value``, which JSON can represent, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     data = data.ljust(1 << len(data).bit_length())  # Few lengths, since each needs its own graph.
-    return [json.loads(each) for each in _gather_bytes(data, gather_counts(len(data)))]
+    return [json.loads(each) for each in _gather_bytes(data, gather_counts(doing, len(data)))]
 
 
-def exchange(make: Callable[[], object]) -> list[Any]:
+def exchange(doing: str, make: Callable[[], object]) -> list[Any]:
     """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
     try:
         made = make()
     except Exception as error:
         kinds = [name for name, kind in _ERRORS.items() if isinstance(error, kind)]
-        gather_values([None, [*kinds, "RuntimeError"][0], f"{error}"])
+        gather_values(doing, [None, [*kinds, "RuntimeError"][0], f"{error}"])
         raise
-    everyone = gather_values([made, None, ""])
+    everyone = gather_values(doing, [made, None, ""])
     for rank, (_, kind, text) in enumerate(everyone):
         if kind is not None:
             raise _ERRORS[kind](f"{text} (rank {rank})")
@@ -95,9 +100,27 @@ def _as_words(data: bytes) -> Array:
     return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32)
 
 
-def gather_counts(count: int) -> list[int]:
+def gather_counts(doing: str, count: int) -> list[int]:
     """Return each rank's ``count``, in the order of the ranks. Collective, one message."""
-    return [int(value) for value in _send(np.array([count], np.int32))]
+    return [int(value) for value in _gather_pairs(doing, count)[:, 0]]
+
+
+def _gather_pairs(doing: str, first: int, second: int = 0) -> Array:
+    """Return the two numbers of each rank, in the order of the ranks. Collective, one message.
+
+    Every exchange of the host begins with this message. It says what the rank is ``doing``, so that all ranks raise the
+    same error if one of them is doing something else.
+    """
+    kind = zlib.crc32(doing.encode()) >> 1
+    received = _send(np.array([_MARK, kind, first, second], np.int32)).reshape(-1, 4)
+    if any(received[:, 0] != _MARK):
+        # Nobody else knows of it, so that no further message can say what the others do.
+        raise RanksDiffer(f"{_UNLIKE} this rank {doing} and another one adds up gradients. {_ALL}")
+    if any(received[:, 1] != kind):
+        texts = [each.decode().strip() for each in _gather_bytes(doing.encode(), [_LONGEST] * len(received))]
+        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        raise RanksDiffer(f"{_UNLIKE} rank 0 {texts[0]} and rank {rank} {texts[rank]}. {_ALL}")
+    return received[:, 2:]
 
 
 def _send(words: Array, broadcasts: bool = False) -> Array:
@@ -113,12 +136,12 @@ def _collective(broadcasts: bool) -> Compiled:
     return Compiled(lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True)
 
 
-def check_agreement(owner: str, settings: dict[str, object]) -> None:
+def check_agreement(owner: str, settings: dict[str, object], doing: str = "builds a training step") -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
-    hashes = gather_values(hashlib.sha256(json.dumps(settings).encode()).hexdigest())
+    hashes = gather_values(doing, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if all(value == hashes[0] for value in hashes):
         return
-    everyone = gather_values(settings)
+    everyone = gather_values(doing, settings)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name) for theirs in everyone]
         # The texts are compared because a NaN is not equal to itself.
@@ -142,23 +165,25 @@ class FirstInput(NamedTuple):
 NO_INPUT = FirstInput("", "", 0.0, [])
 
 
-def compare_ranks(owner: str, first: FirstInput, rates: list[float], parameters: Iterable[Parameter]) -> None:
-    """Raise if the ranks have other learning rates or parameters before an update. Collective.
+def compare_ranks(
+    owner: str, first: FirstInput, callbacks: list[str], rates: list[float], parameters: Iterable[Parameter]
+) -> None:
+    """Raise if the ranks have other averages, learning rates or parameters before an update. Collective.
 
     Warn of what the ranks have begun with.
     """
-    everyone = gather_values([first, rates, digest(parameters, sampled=True)])
+    everyone = gather_values("ends a window", [first, callbacks, rates, digest(parameters, sampled=True)])
     firsts = [FirstInput(*each[0]) for each in everyone]
     _warn_of_same_data(owner, firsts)
     _warn_of_other_rows(owner, [each for each in firsts if each.reductions])
-    for place, what in ((1, "learning rate"), (2, "parameters")):
+    for place, what in ((1, "averages (EMA)"), (2, "learning rate"), (3, "parameters")):
         # The texts are compared because a NaN is not equal to itself.
         ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
         if ranks:
             raise RanksDiffer(
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
-                f"0. Give all optimizers the same numbers; load a checkpoint, step a scheduler and change parameters "
-                f"on all ranks or on none."
+                f"0. Give all optimizers the same numbers; load a checkpoint, add an EMA, step a scheduler and change "
+                f"parameters on all ranks or on none."
             )
 
 
@@ -199,7 +224,7 @@ def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
 
 def strangers(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose values differ from rank 0 in any bit. Collective."""
-    digests = gather_values(digest(tensors))
+    digests = gather_values("compares parameters", digest(tensors))
     return [rank for rank, value in enumerate(digests) if value != digests[0]]
 
 
@@ -226,7 +251,7 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     # A rank without rows gives no arrays and gets none. Collective, in two messages: first each rank's numbers of rows
     # and of bytes per row, then the arrays, one after the other.
     own = [len(arrays[0]), sum(array[0].nbytes for array in arrays)] if arrays else [0, 0]
-    counts, widths = _send(np.array([own], np.int32)).T
+    counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", *own).T
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(map(str, widths))
         raise ValueError(

@@ -77,6 +77,7 @@ class Events:
         self.batches = self.micro_batches = self.updates = self.skipped_updates = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
+        self.attached: set[str] = set()  # The settings of callbacks whose tensors belong to the training step.
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
@@ -139,6 +140,10 @@ class StatefulCallback:
         """Add the tensors to ``step``. A second call with the same step does nothing."""
         raise NotImplementedError
 
+    def agreed(self) -> str:
+        """Return the settings that all ranks must have in common."""
+        raise NotImplementedError
+
 
 class Observed:
     """Base class of training steps with events."""
@@ -149,6 +154,7 @@ class Observed:
         for callback in callbacks:
             if isinstance(callback, StatefulCallback):
                 callback.attach(self)
+                self.events.attached.add(callback.agreed())
 
     def add_callback(self, callback: StepCallback) -> None:
         """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.

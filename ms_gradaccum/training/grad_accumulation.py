@@ -185,15 +185,16 @@ class GradAccumulation(Settled, nn.Cell):
         """Make an error of a batch begin with the class that the user called."""
         error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
 
-    def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> None:
-        """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
+    def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> bool:
+        """Add to an error of a micro batch, after its first line, which inputs may be split by mistake, if any."""
         text = error.args[0] if error.args else None
         if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
-            return
+            return True
         hint = hint_of_split(self, text, inputs)
         if hint:
             first, _, rest = text.partition("\n")
             error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
+        return bool(hint)
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""

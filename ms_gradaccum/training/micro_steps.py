@@ -4,11 +4,12 @@ import functools
 import logging
 import operator
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program
+from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program, explain_fixed_rows
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import warn_of_slow_convolutions
@@ -20,7 +21,7 @@ from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
-from ms_gradaccum.parallel.reduced import check_hooks_run
+from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
@@ -93,7 +94,7 @@ class MicroSteps:
         elif eager or not self.has_begun:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
-        split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        split = self._split(inputs, eager)
         self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
@@ -139,11 +140,14 @@ class MicroSteps:
         done, heard = self.events.micro_batches, self.events.heard
         # A callback may raise before the micro step has run once.
         steps[0].has_run = False
+        is_running = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:
                     self.events.tell("on_micro_batch_begin", index, rows)
+                is_running = True
                 outputs.append(step(*tensors))
+                is_running = False
                 self.rounds -= 1
                 if heard:
                     self.events.micro_batch_end(index, rows)
@@ -154,11 +158,23 @@ class MicroSteps:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
             if isinstance(error, Exception):
-                self.network.explain_split(error, inputs)
+                is_explained = self.network.explain_split(error, inputs)
+                if is_running and not (is_explained or self.has_added) and len(steps) > 1:
+                    explain_fixed_rows(self.network, inputs, parts[0][0], error)
             raise
         if self.rounds:
             self.join(self.rounds)
         return outputs
+
+    def _split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
+        try:
+            return self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
+        except Exception:
+            if self.comes_reduced:
+                # The other ranks compare their numbers of micro batches, and raise for this 0.
+                with suppress(ValueError, RuntimeError):
+                    self.reducers[0].max_micro_batches(0)
+            raise
 
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
         """Split one of the first batches, and warn of doubtful inputs and of a network that trains differently."""
@@ -186,6 +202,7 @@ class MicroSteps:
         found = len(hooks) + sum(map(has_backward_hook, self.cells))
         if found > self.hooks:
             self.hooks = found
+            check_not_late(self.owner, self.network)
             warn_custom_backward(self.owner, self.network, self.parameters, self.settings.accumulation_steps > 1)
             if self.waits_for_others:
                 warn_of_reductions(self.owner, "the hook of a parameter", hooks, self.network)

@@ -103,7 +103,7 @@ class HostDrivenStep(Step):
 
     def flush(self) -> StepOutput | None:
         batches = self.open_batches()
-        is_open = self.reducer.most(batches)
+        is_open = self.reducer.most("flushes its window", batches)
         self.window.compare_ranks()
         if not is_open:
             return None
@@ -336,7 +336,8 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         # Before the batch, which may fail only on this rank.
         if self.windows[0].several:
             is_missing = 1 - int(self.init_param.asnumpy().item())
-            self.exit_param.set_data(Tensor(self.windows[0].reducers[0].most(is_missing) == 0))
+            most = self.windows[0].reducers[0].most("begins a batch", is_missing)
+            self.exit_param.set_data(Tensor(most == 0))
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""

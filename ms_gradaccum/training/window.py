@@ -18,7 +18,7 @@ from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
-from ms_gradaccum.parallel.reduced import UNSAVED
+from ms_gradaccum.parallel.reduced import UNSAVED, schedulers_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, RanksDiffer, compare_ranks, digest
 from ms_gradaccum.training.events import Events
@@ -132,7 +132,8 @@ class Window:
     def note_first(self, what: str, inputs: object) -> None:
         """With several ranks, record the first batch or gradients of this rank."""
         if self.several and self.first is None:
-            tensors, code = Flattened(inputs).tensors, NetworkCode(self.network.network)
+            tensors, reducing = Flattened(inputs).tensors, schedulers_of(self.network)
+            code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
             rows = 0.0 if self.network.weighted else self.micro_steps.rows
             self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT
 
@@ -140,7 +141,8 @@ class Window:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
         if self.several:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
-            compare_ranks(self.owner, self.first or NO_INPUT, settable_rates(self.optimizers), shared)
+            averages = sorted(self.micro_steps.events.attached)
+            compare_ranks(self.owner, self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
             self.first = NO_INPUT
 
     def goes_on(self, error: BaseException) -> bool:
@@ -179,6 +181,7 @@ class Window:
                 measured = self._skipped(measured)
                 for reducer in self.reducers:
                     reducer.buffer.clear()
+            self.reshard()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
             if self.loss_scale.searches:
@@ -205,6 +208,11 @@ class Window:
             report = report._replace(loss=None)
         self.reset()
         return report
+
+    def reshard(self) -> None:
+        """Cut the parameters that an evaluation has left whole."""
+        for reducer in self.reducers:
+            reducer.reshard()
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""

@@ -503,6 +503,40 @@ def test_a_network_with_a_fixed_number_of_rows_is_said_to_have_one(eager):
     assert "the network takes 4 rows, but not 8" in said and "verify" not in said
 
 
+@pytest.mark.parametrize("rows", [16, 4])
+def test_an_error_says_that_the_network_takes_the_whole_batch_alone(rows, mode):
+    def fixed(cell, x, y):
+        return (cell.net(x).reshape(rows, 3) - y.reshape(rows, 3)).square().mean()
+
+    step = step_of(Of(fixed), 8)
+    with pytest.raises(Exception) as caught:
+        step(Tensor(X), Tensor(Y))
+    first = str(caught.value).splitlines()[0]
+    is_of_rows = "the network takes the 16 rows of the batch, but not the 2 rows of a micro batch" in first
+    assert is_of_rows == (rows == 16)
+
+
+class BoxLoss(nn.Cell):
+    """Boxes that carry the number of their image in the batch, as detectors collate them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(6, 4)
+
+    def construct(self, images, boxes):
+        numbers = boxes[..., 0].reshape(-1).astype(ms.int32)
+        chosen = ops.gather_nd(self.dense(images), numbers.reshape(-1, 1))
+        return ops.abs(chosen - boxes[..., 1:].reshape(-1, 4)).mean()
+
+
+def test_numbers_of_images_in_labels_are_asked_for(eager):
+    boxes = np.random.default_rng(0).random((4, 3, 5)).astype(np.float32)
+    boxes[..., 0] = np.arange(4)[:, None]
+    boxes[2, 1:] = 0  # Padding.
+    with pytest.raises(RuntimeError, match=r"column 0 of 'boxes' seems to count the rows"):
+        step_of(BoxLoss(), 2)(Tensor(X[:4]), Tensor(boxes))
+
+
 def test_all_rows_that_are_nan_are_no_finding(eager):
     assert said_of(Of(squares), Tensor(X * np.nan), Tensor(Y), batches=1) == []
 

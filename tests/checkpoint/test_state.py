@@ -241,7 +241,7 @@ def test_only_the_last_states_are_kept(tmp_path):
     step = new_step()
     names = [save_state(step, tmp_path / "states", keep_checkpoint_max=2).path.name for _ in range(4)]
     assert names == ["state-000001", "state-000002", "state-000003", "state-000004"]
-    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == names[2:]
+    assert sorted(path.name for path in (tmp_path / "states").glob("state-*")) == names[2:]
     assert load_state(step, tmp_path / "states").path.name == names[3]
     assert load_state(step, tmp_path / "states" / names[2]).path.name == names[2]
 

@@ -6,6 +6,12 @@ import os
 import pickle
 import re
 import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +128,7 @@ def test_a_kill_at_any_instant_leaves_the_state_before_it_whole(tmp_path):
         assert (state, held(loaded)) in [("state-000002", before), ("state-000003", after)]
         assert killed or state == "state-000003"
         save_state(step, folder, keep_checkpoint_max=2)
-        assert len(list(folder.iterdir())) == 2  # nothing of the attempt is left
+        assert len(list(folder.iterdir())) == 3  # the lock; nothing of the attempt is left
         if not killed:
             break
     assert number > 10
@@ -140,7 +146,7 @@ def test_a_full_disk_is_told_and_loses_nothing(saved):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert error.value.errno == errno.EFBIG
     assert f"For 'save_state', the state cannot be written to {saved.parent}: File too large." in str(error.value)
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["state-000001", "state-000002"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == [files.LOCK, "state-000001", "state-000002"]
     assert held(step) == before
     assert save_state(step, saved.parent).path.name == "state-000003"
 
@@ -442,3 +448,68 @@ def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
             save_state(accumulator, tmp_path)
         accumulator.step()
     assert save_state(accumulator, tmp_path).updates == 1
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ms_gradaccum.checkpoint import files
+files.claim(Path(sys.argv[1]))
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_job_in(folder):
+    """Another process that saves into ``folder``, until its standard input is closed."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "claimed\n"
+        yield job
+
+
+def train_nothing(folder):
+    """Let a Model with a StateCheckpoint train, which must not change a weight."""
+    network = line()
+    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
+    data = NumpySlicesDataset((np.ones((4, 1), np.float32), np.ones((4, 1), np.float32)), shuffle=False).batch(2)
+    before = network.weight.asnumpy().tobytes()
+    try:
+        model.train(1, data, callbacks=[StateCheckpoint(folder)])
+    finally:
+        assert network.weight.asnumpy().tobytes() == before
+
+
+def test_a_folder_into_which_another_job_saves_is_refused_and_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINGERS", 0.2)
+    step = new_step()
+    (tmp_path / ".partial-state-000001").mkdir()  # What the other job is writing.
+    with another_job_in(tmp_path) as job:
+        with pytest.raises(RuntimeError) as error:
+            save_state(step, tmp_path)
+        with pytest.raises(RuntimeError, match="a folder must be that of one training"):
+            train_nothing(tmp_path)
+    said = f"a folder must be that of one training, but process {job.pid} on {socket.gethostname()} saves into"
+    assert f"For 'save_state', {said} {tmp_path}, too. End it, or give another folder." in str(error.value)
+    assert (tmp_path / ".partial-state-000001").exists() and files.states_in(tmp_path) == []
+    # Once it has ended, however that came, the folder is free.
+    assert save_state(step, tmp_path).path.name == "state-000001"
+
+
+def test_a_job_waits_for_one_that_is_ending(tmp_path):
+    with another_job_in(tmp_path) as job:
+        threading.Timer(0.5, job.stdin.close).start()
+        assert save_state(new_step(), tmp_path).path.name == "state-000001"
+
+
+def test_steps_of_one_process_may_share_a_folder_and_none_keeps_more_than_some_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_MANY_FOLDERS", 3)
+    monkeypatch.setattr(files, "_claimed", {})
+    for number in range(5):
+        for _ in range(2):
+            save_state(new_step(), tmp_path / str(number))
+    assert [path.parent.name for path in files._claimed] == ["2", "3", "4"]
+    shutil.rmtree(tmp_path / "4")
+    save_state(new_step(), tmp_path / "4")
+    assert (tmp_path / "4" / files.LOCK).exists()

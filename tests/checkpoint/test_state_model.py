@@ -189,7 +189,7 @@ def test_states_are_saved_when_asked_for(tmp_path):
         folder = tmp_path / str(settings)
         _, model = build()
         model.train(2, in_memory(), callbacks=[StateCheckpoint(folder, keep_checkpoint_max=99, **settings)])
-        found = sorted(folder.iterdir())
+        found = sorted(folder.glob("state-*"))
         return [load_state(build()[1], state).batches for state in found]
 
     assert numbers() == [5, 10]

@@ -2,10 +2,12 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
@@ -16,6 +18,7 @@ from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers,
 from scenarios import OPTIMIZERS, batch, share  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
+    EMA,
     Accumulator,
     ClipByGlobalNorm,
     DataParallel,
@@ -61,11 +64,15 @@ class SumAndRows(nn.Cell):
         return (weights * ((self.network(x) - y) ** 2).mean(1)).sum(), weights.sum()
 
 
-def train(network, accumulator, steps, windows=2, first=0):
+def train(network, accumulator, steps, windows=2, first=0, evaluates=False):
     for number in range(first, first + steps * windows):
         with accumulator.accumulate():
             accumulator.backward(*mine(number))
+            if evaluates:
+                network(mine(0)[0])
             output = accumulator.step()
+            if evaluates:
+                network(mine(0)[0])
             accumulator.zero_grad()
     return output
 
@@ -155,7 +162,7 @@ def count_messages():
     # The first update also compares the weights.
     train(network, accumulator, 3, 1)
     del sizes[:]
-    with mock.patch.object(reduced, "gather_counts", lambda count: counts.append(count) or gather(count)):
+    with mock.patch.object(reduced, "gather_counts", lambda doing, count: counts.append(count) or gather(doing, count)):
         train(network, accumulator, 3, 1, first=3)
     planned = described(reducer.layout).of_window(3, 3)
     results["messages"] = [sizes, counts, [[each.operator, each.nbytes] for each in planned]]
@@ -166,7 +173,8 @@ def save_and_go_on():
         folder = STATES / f"level{level}_{accumulates}"
         network, accumulator = build(2, **options_of(level, accumulates))
         batches = 2 if accumulates else 3
-        train(network, accumulator, 1, batches)
+        # A forward pass without a backward pass leaves whole parameters.
+        train(network, accumulator, 1, batches, evaluates=True)
         save_state(accumulator, folder)
         train(network, accumulator, 1, 4 - batches, first=batches)
         again, accumulator = build(2, **options_of(level, accumulates))
@@ -176,6 +184,46 @@ def save_and_go_on():
     if size == 4:
         _, accumulator = build(2, **options_of(2, False))
         results["elastic"] = error_of(load_state, accumulator, STATES.parent / "of2" / "level2_False")
+
+
+def average():
+    """An EMA of two updates, evaluated in between; and what it should be."""
+    for level in (1, 2, 3):
+        network, accumulator = build(1, **options_of(level, False))
+        ema = EMA(0.75, warmup_updates=0)
+        accumulator.add_callback(ema)
+        expected = np.array(whole_weights(network))
+        for number in range(2):
+            train(network, accumulator, 1, 1, first=number, evaluates=True)
+            with ema.swapped():
+                network(mine(0)[0])
+            expected = 0.75 * expected + 0.25 * np.array(whole_weights(network))
+        with ema.swapped():
+            results[f"averages level{level}"] = [whole_weights(network), expected.tolist()]
+
+
+class OverAllRows(nn.Cell):
+    """A user's loss that communicates itself."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.all_reduce = network, ops.AllReduce()
+
+    def construct(self, x, y):
+        rows = self.all_reduce(ops.ones_like(y[:, 0]).sum())
+        return ops.square(self.network(x) - y).mean(-1).sum() * size / rows
+
+
+def communicate():
+    """The warnings of a loss with uneven rows in which only hsdp communicates, and of one that does so itself."""
+    for name in ("mean", "over all rows"):
+        network = reduce_itself(build_layers(), **options_of(1, False))
+        cell = OverAllRows(network) if name == "over all rows" else nn.WithLossCell(network, nn.MSELoss())
+        accumulator = Accumulator(cell, OPTIMIZERS["Adam"](network.trainable_params()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(network, accumulator, 1, 1)
+        results[f"warned {name}"] = [text for each in caught if "rows" in (text := str(each.message))]
 
 
 def error_of(work, *args, **kwargs):
@@ -190,6 +238,15 @@ def be_refused():
     options = options_of(1, False)
     errors = {}
     errors["parallel"] = error_of(build, 2, parallel=DataParallel(), **options)
+    errors["mean"] = error_of(build, 2, parallel=Reduced(mean=True), **options)
+    for name, shard_size in (("late", 2), ("late, whole", 1)):
+        network = build_layers()
+        cell = nn.WithLossCell(network, nn.MSELoss())
+        accumulator = Accumulator(cell, OPTIMIZERS["Adam"](network.trainable_params()))
+        grads = gradients(network, nn.MSELoss(), *mine(0))[1]
+        reduce_itself(network, 1, shard_size)
+        errors[name] = error_of(accumulator.backward, *mine(0))
+        errors[f"{name}, gradients"] = error_of(accumulator, grads, 2)
     network = reduce_itself(build_layers(), **options)
     head = nn.Dense(3, 2)
     cell = nn.SequentialCell(network, head)
@@ -231,6 +288,10 @@ def be_refused():
     step = TrainOneStepCell(cell, OPTIMIZERS["Adam"](network.trainable_params()))
     rows = 1 if rank == 0 else 2
     errors["micro batches"] = error_of(step, x[:rows], y[:rows])
+    network, accumulator = build(1, **options)
+    rows = 0 if rank == 0 else 2
+    errors["no rows"] = error_of(accumulator.backward, x[:rows], y[:rows])
+    errors["joined"] = error_of(accumulator.backward, x, y) if rank else error_of(accumulator.join)
     # A network that was said to reduce its gradients, but does not.
     network = build_layers()
     cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS["Adam"](network.trainable_params())
@@ -247,6 +308,8 @@ run_scenarios(
     train_wrongly,
     count_messages,
     save_and_go_on,
+    average,
+    communicate,
     be_refused,
 )
 report(rank, results)

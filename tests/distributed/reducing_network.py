@@ -10,7 +10,7 @@ from scenarios import build_network
 # What is trained on so many processes: the level, 0 for whole parameters, and the batches of a window.
 TRAININGS = {2: [(0, 3), (1, 1), (1, 2), (1, 4), (2, 3), (3, 3)], 4: [(0, 1), (1, 2), (2, 3), (3, 2)]}
 WRONG = {2: (0, 1, 2, 3), 4: (0, 2)}
-RESUMED = {2: [(0, False), (2, False), (2, True)], 4: [(2, False)]}
+RESUMED = {2: [(0, False), (1, False), (2, False), (2, True), (3, False)], 4: [(2, False)]}
 
 
 class Scheduler:
@@ -22,6 +22,7 @@ class Scheduler:
     def __init__(self, cell, level, shard_size, accumulates, scale):
         self.config = SimpleNamespace(grad_scale=scale)
         self.requires_acc_grad = accumulates
+        self.hsdp_state = SimpleNamespace(shard=self.cut)
         self.level, self.is_synced, self.is_whole, self.sent = level, False, False, []
         self.rank, self.size = get_rank(), get_group_size()
         self.all_reduce = ops.AllReduce()

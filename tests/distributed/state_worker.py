@@ -113,7 +113,7 @@ def full_disk(name, bad_rank, files_before):
     before = bits(step)
     error = error_of(lambda: save_state(step, folder))
     files._write, files.CHUNK = write, chunk
-    left = sorted(path.name for path in folder.iterdir())
+    left = sorted(path.name for path in folder.iterdir() if path.name != files.LOCK)
     saved = save_state(step, folder)
     results[f"full {bad_rank}"] = [error, left, before == bits(step), saved.path.name]
 
@@ -125,7 +125,7 @@ def strangers():
     if rank == 1:
         network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
     results["strangers"] = error_of(lambda: save_state(step, STATES / "strangers"))
-    results["strangers left"] = [path.name for path in (STATES / "strangers").iterdir()]
+    results["strangers left"] = [path.name for path in (STATES / "strangers").glob("state-*")]
 
 
 def damaged():
@@ -193,7 +193,7 @@ def signalled():
         train_model("signalled", 3, Signal())
     except SystemExit as end:
         code = end.code
-    states = sorted(path.name for path in (STATES / "signalled").iterdir())
+    states = sorted(path.name for path in (STATES / "signalled").glob("state-*"))
     results["signalled"] = [code, states, straight, train_model("signalled", 3)]
 
 

@@ -27,6 +27,10 @@ DISAGREEMENTS = {
     "cell": ("the training cell", "TrainOneStepCell", "Accumulator"),
     "layers": ("parameter 1.weight", "(3, 3) of Float32", "(4, 3) of Float32"),
     "frozen": ("parameter 0.weight", "(8, 6) of Float32", "(8, 6) of Float32, frozen"),
+    "states": ("callbacks", "[]", "['StateCheckpoint(save_checkpoint_steps=None, "),
+    "averages": ("callbacks", "['StateCheckpoint(", "['StateCheckpoint("),
+    "steps": ("callbacks", "['StateCheckpoint(save_checkpoint_steps=1", "['StateCheckpoint(save_checkpoint_steps=2"),
+    "cast": ("network.network._backbone.2.to_float", "None", "fp16"),
     "last_window": ("last_window", "apply", "drop"),
     "epoch": ("epoch", "1", "2"),
 }
@@ -173,8 +177,8 @@ def test_a_network_that_counts_rows_of_all_ranks_is_named_where_they_differ(two)
 def apart(what, owner="TrainOneStepCell"):
     return (
         f"For '{owner}', the ranks must have the same {what} in an update, but ranks [1] differ from rank 0. "
-        "Give all optimizers the same numbers; load a checkpoint, step a scheduler and change parameters on all ranks "
-        "or on none."
+        "Give all optimizers the same numbers; load a checkpoint, add an EMA, step a scheduler and change parameters "
+        "on all ranks or on none."
     )
 
 
@@ -277,3 +281,23 @@ def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
         assert sentence.startswith(f"{said}for the parameter '0.weight': this window makes no update")
         (sentence,) = report["not finite level2"]
         assert sentence.startswith(said)
+
+
+def test_averages_that_one_rank_alone_has_are_told_before_the_first_update(two):
+    for report in two:
+        assert report["errors averages alone"] == [apart("averages (EMA)")]
+        assert report["averages alone"], "the weights have moved"
+
+
+def test_ranks_that_are_one_message_apart_get_one_sentence_and_can_go_on(two):
+    for report in two:
+        found = dict(report["apart by a message"])
+        assert found.pop("data parallel: trains") and found.pop("level2: trains")
+        # Each call against the next one.
+        assert len(found) == 4 + 5
+        for key, said in found.items():
+            what = key.partition(": ")[2]
+            assert said == (
+                f"For 'TrainOneStepCell', the ranks must do the same in the same order, but {what}. Make the same "
+                f"calls on all ranks."
+            )

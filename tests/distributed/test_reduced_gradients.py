@@ -21,6 +21,12 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 SENTENCES = {
     "parallel": "the argument 'parallel' must be 'auto' for a network that reduces its gradients itself",
+    "mean": "must be 'auto' for a network of hsdp(), which says itself how it scales, but got Reduced(mean=True",
+    "late": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
+    "late, gradients": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
+    "late, whole": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
+    "late, whole, gradients": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
+    "joined": "a batch must have as many micro batches on all ranks where the network itself communicates",
     "outside": "but got '1.weight', which has no hook that reduces it. Give the whole network to hsdp().",
     "state": "must be one of the network's shards, but got the state 'moment1.0.weight' of shape (8, 6). Build it",
     "weight": "the argument 'weight' must be the same for all means that the network adds up",
@@ -138,7 +144,7 @@ def test_the_ranks_send_scalars_alone(ranks):
     sizes, counts, planned = ranks[0]["messages"]
     # Loss and weight, the squares of six gradients; and before each batch the number of its micro batches.
     assert sizes == [2, 6] and counts == [1, 1, 1]
-    assert planned == [["AllGather", 4]] * 3 + [["AllReduce", 8], ["AllReduce", 24]]
+    assert planned == [["AllGather", 16]] * 3 + [["AllReduce", 8], ["AllReduce", 24]]
 
 
 @each_of(RESUMED)
@@ -147,6 +153,28 @@ def test_each_rank_goes_on_with_its_shards(case, ranks):
         straight, resumed = report["resumed level{} {}".format(*case)]
         assert straight == resumed
     np.testing.assert_allclose(straight, whole(2)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_averages_are_those_of_the_shards_although_an_evaluation_makes_whole_parameters(level, ranks):
+    for report in ranks:
+        averages, expected = report[f"averages level{level}"]
+        np.testing.assert_allclose(averages, expected, **CLOSE)
+    assert not np.allclose(averages, whole(1)[0], atol=1e-4)
+
+
+def test_a_warning_names_what_the_users_network_sends_and_not_what_hsdp_does(ranks):
+    for report in ranks:
+        assert report["warned mean"] == []
+        (said,) = report["warned over all rows"]
+        assert "must have the same number of rows if the network communicates, but got " in said
+        assert "with AllReduce in its code" in said
+
+
+def test_ranks_without_rows_are_told_together(ranks):
+    first, *others = [report["errors"]["no rows"] for report in ranks]
+    assert "a batch must have at least one row, but got 0 in input[1]. Skip it or, if other processes" in first
+    assert all("must have as many micro batches on all ranks where" in each and "got [0, 1" in each for each in others)
 
 
 def test_the_shards_of_two_ranks_are_not_those_of_four(four):

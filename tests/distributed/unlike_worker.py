@@ -1,5 +1,6 @@
 """A process of `test_ranks_that_differ.py`: what the ranks do not have in common."""
 
+import itertools
 import math
 import os
 import signal
@@ -24,13 +25,17 @@ from quick_mindspore import eagerly  # noqa: E402
 from scenarios import batch, build_network, build_step, share, uneven_data, weights_of  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
+    EMA,
     HSDP,
     Accumulator,
     DataParallel,
     GradAccumulation,
     Model,
     Reduced,
+    StateCheckpoint,
     TrainOneStepCell,
+    load_state,
+    save_state,
 )
 from ms_gradaccum.parallel import world  # noqa: E402
 
@@ -60,9 +65,16 @@ def step_with(optimizer, network, loss=None, **settings):
     return TrainOneStepCell(loss_cell, optimizer, **settings)
 
 
-def train_unlike(network, epochs=1, **settings):
+def train_unlike(network, epochs=1, callbacks=(), **settings):
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1), **settings)
-    model.train(epochs, NumpySlicesDataset(tuple(uneven_data(1)), shuffle=False).batch(2))
+    data = NumpySlicesDataset(tuple(uneven_data(1)), shuffle=False).batch(2)
+    model.train(epochs, data, callbacks=[*callbacks])
+
+
+def cast_on_one_rank(network):
+    if rank:
+        network[2].to_float(ms.float16)
+    step_with(sgd(network), network)
 
 
 def in_another_mode(network):
@@ -113,6 +125,13 @@ def disagree_about_what_trains():
     disagree_about("layers", lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + rank))))
     disagree_about("frozen", train_half_frozen)
     disagree_about("last_window", lambda net: train_unlike(net, last_window="drop" if rank else "apply"))
+    with TemporaryDirectory() as folder:
+        own = StateCheckpoint(folder)
+        disagree_about("states", lambda net: train_unlike(net, callbacks=[own] if rank else []))
+        disagree_about("averages", lambda net: train_unlike(net, callbacks=[own, EMA(0.5)] if rank else [own]))
+        each = StateCheckpoint(folder, save_checkpoint_steps=1 + rank)
+        disagree_about("steps", lambda net: train_unlike(net, callbacks=[each]))
+    disagree_about("cast", cast_on_one_rank)
     disagree_about("epoch", lambda net: train_unlike(net, 1 + rank))
 
 
@@ -142,7 +161,7 @@ def send_every_bit():
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
-    results["counts"] = world.gather_counts(2**24 + 1 + rank)
+    results["counts"] = world.gather_counts("counts", 2**24 + 1 + rank)
 
 
 class Drawn(nn.Cell):
@@ -381,6 +400,44 @@ def train_apart(key, window, changes, parallel="auto", loops=False, make=one_opt
             errors.append(str(error))
 
 
+def average_alone():
+    """Rank 1 alone has averages."""
+    network, step = build_step()
+    before = weights_of(network)
+    if rank:
+        step.add_callback(EMA(0.5))
+    with noting("averages alone") as errors:
+        try:
+            step(*[Tensor(array) for array in share(batch(0), rank, 2)])
+        except RuntimeError as error:
+            errors.append(str(error))
+    results["averages alone"] = before == weights_of(network)
+
+
+def do_different_things():
+    """The ranks are one message apart; then they do the same again."""
+    found = results["apart by a message"] = {}
+    with TemporaryDirectory() as folder:
+        for kind in ("data parallel", "level2"):
+            _, step = build_step("Momentum", accumulation_steps=2, parallel=KINDS[kind])
+            calls = {
+                "saves a state": lambda step=step: save_state(step, folder),
+                "loads a state": lambda step=step: load_state(step, folder),
+                "flushes its window": step.flush,
+                "builds a training step": build_step,
+            }
+            if kind == "level2":
+                inputs = [Tensor(array) for array in share(batch(0), rank, 2)]
+                calls["begins a batch"] = lambda step=step, inputs=inputs: step(*inputs)
+            for pair in itertools.pairwise([*calls, "saves a state"]):
+                try:
+                    calls[pair[rank]]()
+                except RuntimeError as error:
+                    found[f"{kind}: rank 0 {pair[0]} and rank 1 {pair[1]}"] = str(error)
+            output = [step(*[Tensor(array) for array in share(batch(n), rank, 2)]) for n in range(2)][-1]
+            found[f"{kind}: trains"] = bool(output.updated.asnumpy())
+
+
 def train_two_apart(key):
     """Two networks in a loop; rank 1 has other weights, and its data end early."""
     losses = [nn.WithLossCell(build_network(), nn.MSELoss()) for _ in range(2)]
@@ -521,6 +578,8 @@ def main():
         count_all_rows("same", 3)
         count_all_rows("local", 3 + rank, communicates=False)
         begin_without_a_batch()
+        average_alone()
+        do_different_things()
         meet_what_is_not_finite()
         for key, parallel in (("loaded", "auto"), ("loaded, level1", HSDP(threshold=0)), ("loaded, loop", "auto")):
             train_apart(key, 0, load_last_layer, parallel, loops="loop" in key)

@@ -229,7 +229,7 @@ def test_batches_of_other_ranks_come_after_those_that_were_fetched(monkeypatch):
     prepared = accumulator.prepare(FOUR)
     order = []
     monkeypatch.setattr(prepared, "ranks", 2)
-    monkeypatch.setattr("ms_gradaccum.loops.dataloader.gather_counts", lambda length: [length, length + 2])
+    monkeypatch.setattr("ms_gradaccum.loops.dataloader.gather_counts", lambda doing, length: [length, length + 2])
     monkeypatch.setattr(accumulator.window, "join", lambda join: order.append(join))
     for each in train(accumulator, prefetched(prepared)):
         order.append(each.sync_gradients)

@@ -75,7 +75,10 @@ def test_a_message_has_gradients_of_one_dtype_and_float32_goes_first_with_the_sc
     tensors, half = parameters_of([(2, 3), (3,), (3, 3), (3,)]), ms.float16
     dtypes = (half, ms.float32, half, ms.float32)
     kept = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).kept
-    assert [(*each[:2], each.nbytes) for each in kept] == [((4, 5, 3, 1), ms.float32, 4 * 8), ((0, 2), half, 2 * 15)]
+    assert [(*each[:2], each.elements * each.itemsize) for each in kept] == [
+        ((4, 5, 3, 1), ms.float32, 4 * 8),
+        ((0, 2), half, 2 * 15),
+    ]
     assert [each.dtype for each in layout_of(None, tensors, ONE, (1, 1), (half,) * 4).kept] == [ms.float32, half]
     layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes)
     assert [[each.dtype for each in buckets] for buckets in (layout.sharded, layout.kept)] == [

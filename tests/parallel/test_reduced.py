@@ -20,6 +20,7 @@ def test_the_scale_of_a_network_in_one_process_is_undone():
         requires_acc_grad=False,
         set_requires_grad_sync=lambda is_synced: None,
         zero_grads=lambda: None,
+        hsdp_state=SimpleNamespace(shard=lambda: None),
     )
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.02), 2)
     for each in FOUR[:2]:

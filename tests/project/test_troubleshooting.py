@@ -27,6 +27,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
+from ms_gradaccum.checkpoint import files
 from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
@@ -528,7 +529,7 @@ def no_init(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks must agree about")
 def other_settings_on_another_rank(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, {"micro_size": 2}])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, {"micro_size": 2}])
     world.check_agreement("TrainOneStepCell", {"micro_size": 4})
 
 
@@ -570,27 +571,27 @@ def experts_of_one_rank(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks must have the same weights after an update")
 def parameters_that_became_different(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, "another"])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, "another"])
     world.check_equal([])
 
 
 @says("For 'TrainOneStepCell', the ranks must read different data")
 def the_same_rows_on_two_ranks(monkeypatch, _):
     monkeypatch.setattr(world, "_send", lambda words: np.stack((words, words)))
-    world.compare_ranks("TrainOneStepCell", world.FirstInput("batch", "12345678", 4, []), [], [])
+    world.compare_ranks("TrainOneStepCell", world.FirstInput("batch", "12345678", 4, []), [], [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates")
 def other_rows_in_a_network_that_communicates(monkeypatch, _):
     firsts = [world.FirstInput("batch", f"{rows}", rows, ["AllReduce"]) for rows in (3, 4)]
-    monkeypatch.setattr(world, "gather_values", lambda value: [[first, *value[1:]] for first in firsts])
-    world.compare_ranks("TrainOneStepCell", firsts[0], [], [])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [[first, *value[1:]] for first in firsts])
+    world.compare_ranks("TrainOneStepCell", firsts[0], [], [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
 def parameters_that_one_rank_has_loaded(monkeypatch, _):
-    monkeypatch.setattr(world, "gather_values", lambda value: [value, [*value[:2], "another"]])
-    world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [])
+    monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, [*value[:3], "another"]])
+    world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [], [])
 
 
 @says("For 'TrainOneStepCell', the ranks must do the same in the same order")
@@ -602,7 +603,7 @@ def a_message_without_an_answer(monkeypatch, _):
 
 @says("For 'Model', the ranks must stop after the same epoch")
 def a_rank_that_stops_alone(monkeypatch, _):
-    monkeypatch.setattr(epoch, "gather_counts", lambda count: [0, 1])
+    monkeypatch.setattr(epoch, "gather_counts", lambda doing, count: [0, 1])
     epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 
@@ -688,6 +689,21 @@ def a_file_that_was_cut(_, tmp_path):
 def a_folder_that_is_a_file(_, tmp_path):
     (tmp_path / "file").write_text("")
     save_state(step_of(loss_cell()), tmp_path / "file" / "states")
+
+
+@says("For 'save_state', a folder must be that of one training")
+def a_folder_of_another_job(monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "_lock", lambda file: False)
+    monkeypatch.setattr(files, "LINGERS", 0.0)
+    save_state(step_of(loss_cell()), tmp_path)
+
+
+@says("For 'TrainOneStepCell', hsdp() must come before the optimizer and the training step")
+def a_network_that_reduces_its_gradients_later(*_):
+    cell = loss_cell()
+    step = step_of(cell)
+    cell.hsdp_scheduler = object()
+    step(*LINES)
 
 
 @says("For 'save_state', the data is shuffled on each process for itself and without a seed")

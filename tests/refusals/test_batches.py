@@ -34,7 +34,8 @@ BATCHES = {
     "no rows": (
         (NO_ROWS, NO_ROWS),
         0,
-        "a batch must have at least one row, but got 0 in input[1]. Skip empty ones.",
+        "a batch must have at least one row, but got 0 in input[1]. Skip it or, if other processes have "
+        "rows, call join() in its place.",
     ),
     "no tensor": ((2.0, None), 0, f"at least one input must be a tensor, but got float, NoneType. {TENSORS}"),
     "something like a dict": (

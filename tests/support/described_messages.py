@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 FLOAT = 4
+COUNT = 16  # Bytes of a count that the host sends, with what it counts.
 
 
 class Message(NamedTuple):
@@ -56,7 +57,7 @@ def described(layout, norm_passes=1):
     squares = norm_passes * all_reduce(layout.world, len(layout.shapes))
     if layout.shares:
         has_shards = any(share * layout.world.size > 1 for share in layout.shares)
-        counts = all_gather(layout.world, FLOAT)
+        counts = all_gather(layout.world, COUNT)
         return Traffic(per_batch=counts, per_update=reduced + (squares if has_shards else ()))
     if layout.group.size == 1:
         return Traffic(per_update=reduced)
@@ -66,7 +67,7 @@ def described(layout, norm_passes=1):
         scattered += all_reduce(layout.replicas, bucket.elements, bucket.itemsize)
         gathered += all_gather(layout.group, FLOAT * bucket.elements)
     if layout.every_batch:
-        return Traffic(scattered, all_gather(layout.world, FLOAT), reduced + squares + gathered)
+        return Traffic(scattered, all_gather(layout.world, COUNT), reduced + squares + gathered)
     return Traffic(per_update=reduced + scattered + squares + gathered)
 
 

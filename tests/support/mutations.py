@@ -220,9 +220,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a loss that misses the mean of its parts is taken for rounding",
-        "batch/loss_parts.py",
-        "    if miss <= tolerance:\n        return None\n    larger, other",
-        "    if miss <= 1:\n        return None\n    larger, other",
+        "advice/loss_measurement.py",
+        "        if error <= self._tolerance(losses) or not math.isfinite(losses[0].value):\n",
+        "        if error <= 10 or not math.isfinite(losses[0].value):\n",
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(
@@ -230,7 +230,7 @@ MUTATIONS = (
         "backend/kept_state.py",
         "        put_random_states(self.random)\n",
         "",
-        ("training/test_loss_check.py",),
+        ("advice/test_loss_measurement.py",),
     ),
     Mutation(
         "iterators of a prepared dataset do not know its last batch",

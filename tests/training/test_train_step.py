@@ -103,7 +103,9 @@ def test_flush_and_drop_of_an_empty_window_do_nothing(eager):
 def test_one_process_sends_no_counts(eager, monkeypatch):
     """It would compile a collective if its program has called `init`."""
     sent = []
-    monkeypatch.setattr("ms_gradaccum.parallel.reducer.gather_counts", lambda count: sent.append(count) or [count])
+    monkeypatch.setattr(
+        "ms_gradaccum.parallel.reducer.gather_counts", lambda doing, count: sent.append(count) or [count]
+    )
     _, step = toy_step(accumulation_steps=2)
     step(*rows(1, 2))
     assert number(step.flush().updated) and sent == []

@@ -71,7 +71,7 @@ def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
 
 def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
     """Create the groups of this rank's program, and return their members: the ranks with that group. Collective."""
-    everyone = gather_values(sorted(names))
+    everyone = gather_values("builds its groups", sorted(names))
     members = {name: tuple(i for i, theirs in enumerate(everyone) if name in theirs) for name in everyone[rank]}
     # All ranks create the groups in the same order, or they would wait for each other.
     for name in sorted(members.keys() - _created - {WORLD_GROUP}):
