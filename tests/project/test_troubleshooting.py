@@ -252,12 +252,69 @@ def as_many_times_as_rows(*_):
     step_of(GradAccumulation(Recurrent(), 2))(ops.ones((8, 8, 3)))
 
 
-@says("For 'GradAccumulation', the loss should be a mean over rows, but ...")
+UNMEASURED = "For 'GradAccumulation', the loss of micro batches could not be measured: "
+
+
+@says("For 'GradAccumulation', the loss of two micro batches together is not the mean of their losses")
 def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
 
 
-@says("For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured")
+@says("For 'GradAccumulation', the sums and weights of two micro batches do not add up")
+def a_mean_with_a_weight(*_):
+    step_of(GradAccumulation(Returning(lambda loss: (loss, Tensor(2.0))), 2, weighted=True))(*LINES)
+
+
+@says("For 'GradAccumulation', the gradient of two micro batches together is not the sum of their gradients")
+def a_term_that_does_not_show_in_the_loss(*_):
+    class Hidden(Returning):
+        def construct(self, x, y):
+            term = ops.square((self.trainable_params()[0] * x).mean())
+            return self.cell(x, y) + term - ops.stop_gradient(term)
+
+    step = step_of(GradAccumulation(Hidden(None), 2))
+    for _ in range(2):
+        step(*LINES)
+
+
+class Counted(Returning):
+    """A network whose loss grows with each call. The factor gives it more digits than a count."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.count = 0
+
+    def construct(self, x, y):
+        self.count += 1
+        return self.cell(x, y) * (0.37 * self.count)
+
+
+@says("For 'GradAccumulation', the forward pass changes")
+def a_loss_that_grows_with_each_call(*_):
+    step_of(GradAccumulation(Counted(), 2))(*LINES)
+
+
+@says("For 'GradAccumulation', the same rows have another loss in each pass")
+def a_loss_that_grows_before_a_sink(*_):
+    step_of(GradAccumulation(Counted(), 2)).body.measure_loss(LINES)
+
+
+@says("For 'TrainOneStepCell', the batches of a window have different lengths")
+def batches_of_other_lengths(*_):
+    class Mean(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.weight = Parameter(Tensor(1.0), "weight")
+
+        def construct(self, x):
+            return (self.weight * x).mean()
+
+    step = step_of(Mean(), accumulation_steps=2)
+    for length in (3, 5):
+        step(ops.ones((4, length)))
+
+
+@says(f"{UNMEASURED}the network takes 4 rows, but not 8")
 def a_loss_of_four_rows(*_):
     class OfFour(Returning):
         def construct(self, x, y):
@@ -266,21 +323,61 @@ def a_loss_of_four_rows(*_):
     step_of(GradAccumulation(OfFour(lambda loss: loss), 2))(*LINES)
 
 
-@says("For 'GradAccumulation', sums and weights of a loss with weighted=True should add up")
-def a_mean_with_a_weight(*_):
-    step_of(GradAccumulation(Returning(lambda loss: (loss, Tensor(2.0))), 2, weighted=True))(*LINES)
+@says(f"{UNMEASURED}the network reads an iterator")
+def a_network_that_reads_an_iterator(*_):
+    class Reading(Returning):
+        def __init__(self):
+            super().__init__(None)
+            self.factors = iter(range(9))
 
-
-@says("For 'GradAccumulation', the forward pass should leave what no optimizer updates as it is")
-def a_moving_centre(*_):
-    class Centred(Returning):
         def construct(self, x, y):
-            ops.assign(self.centre, self.centre + 1)
-            return super().construct(x, y)
+            return self.cell(x, y) * next(self.factors)
 
-    cell = Centred(lambda loss: loss)
-    cell.centre = Parameter(Tensor(0.0), "centre", requires_grad=False)
-    step_of(GradAccumulation(cell, 2))(*LINES)
+    step_of(GradAccumulation(Reading(), 2))(*LINES)
+
+
+@says(f"{UNMEASURED}its forward pass communicates")
+def a_forward_pass_that_communicates(*_):
+    class Sending(Returning):
+        def __init__(self):
+            super().__init__(None)
+            self.is_alone, self.send = True, ops.AllReduce()
+
+        def construct(self, x, y):
+            loss = self.cell(x, y)
+            return loss if self.is_alone else self.send(loss)
+
+    step = step_of(GradAccumulation(Sending(), 2))
+    step.body.window.micro_steps.measurement.several = True
+    step(*LINES)
+
+
+@says(f"{UNMEASURED}the step is part of a larger graph.")
+def a_step_in_a_larger_graph(monkeypatch, _):
+    class Outer(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.step = step_of(GradAccumulation(loss_cell(), 2))
+
+        def construct(self, x, y):
+            return self.step(x, y)[0]
+
+    monkeypatch.delenv("MS_JIT")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    Outer()(*LINES)
+
+
+@says(f"{UNMEASURED}OSError: ")
+def a_network_that_fails_in_a_further_pass(*_):
+    class Failing(Returning):
+        def construct(self, x, y):
+            calls.append(x)
+            if len(calls) > 5:
+                raise OSError("no file")
+            return self.cell(x, y) * len(x)
+
+    calls = []
+    step_of(GradAccumulation(Failing(None), 2))(*LINES)
 
 
 @says("For 'GradAccumulation', the inputs must be tensors, tuples, lists and dicts")
