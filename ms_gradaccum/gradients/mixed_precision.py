@@ -282,7 +282,7 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
         backbone = _converted(owner, loss_cell.backbone_network, precision)
         return nn.WithLossCell(_OutputTo32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
-        return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
+        return loss_cell.around(_converted(owner, loss_cell.backbone, precision), precision.dtype)
     if isinstance(loss_cell, GradCacheLoss):
         return GradCacheLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.loss_fn, loss_cell.labels)
     converted = _converted(owner, loss_cell, precision)
