@@ -2,6 +2,7 @@
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import as_dtype
@@ -9,6 +10,7 @@ from ms_gradaccum.backend.kernels import as_dtype
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
 _LEAST_TOKENS = 256
+Block = tuple[int, int | None]
 
 
 class BlockwiseCrossEntropy(nn.Cell):
@@ -107,7 +109,7 @@ class BlockwiseCrossEntropy(nn.Cell):
             if self.logit_softcap is not None:
                 grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))
             if self.has_bias:
-                bias_grad = bias_grad + self.product_of_transposed(ops.ones((end - begin, 1), ms.float32), grad)
+                bias_grad = bias_grad + self.product_of_transposed(ops.ones_like(rates_of_block), grad).reshape(-1)
             if self.has_head:
                 grad = as_dtype(grad, hidden.dtype)
                 weight_grad = weight_grad + as_dtype(self.product_of_transposed(grad, part), ms.float32)
@@ -131,14 +133,18 @@ class BlockwiseCrossEntropy(nn.Cell):
             logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
         return logits
 
-    def blocks(self, hidden: Tensor, weight: Tensor) -> tuple[tuple[int, int], ...]:
-        classes = weight.shape[0] if self.has_head else hidden.shape[1]
-        found: tuple[tuple[int, int], ...] = blocks_of(hidden.shape[0], classes, self.block_tokens)
-        return found
+    def blocks(self, hidden: Tensor, weight: Tensor) -> tuple[Block, ...]:
+        blocks: tuple[Block, ...] = ((0, None),)
+        # The compiler knows the number of tokens, unless set_inputs() has left it open.
+        if F.isconstant(hidden.shape):
+            classes = weight.shape[0] if self.has_head else hidden.shape[1]
+            blocks = blocks_of(hidden.shape[0], classes, self.block_tokens)
+        return blocks
 
 
-def rows(values: Tensor, begin: int, end: int) -> Tensor:
-    return values if end - begin == values.shape[0] else values[begin:end]
+def rows(values: Tensor, begin: int, end: int | None) -> Tensor:
+    """Return the rows of a block. The only block is the tensor itself, which a slice would copy."""
+    return values if end is None else values[begin:end]
 
 
 def joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -146,7 +152,9 @@ def joined(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 @_primexpr
-def blocks_of(tokens: int, classes: int, block_tokens: int | None) -> tuple[tuple[int, int], ...]:
-    """Return the begin and end of each block of tokens."""
+def blocks_of(tokens: int, classes: int, block_tokens: int | None) -> tuple[Block, ...]:
+    """Return the begin and end of each block of tokens. An only block has no end."""
     size = block_tokens or max(_LEAST_TOKENS, _LOGITS_OF_BLOCK // classes)
+    if tokens <= size:
+        return ((0, None),)
     return tuple((begin, min(begin + size, tokens)) for begin in range(0, tokens, size))
