@@ -5,8 +5,6 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import as_dtype
-
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
 _LEAST_TOKENS = 256
@@ -55,7 +53,7 @@ class BlockwiseCrossEntropy(nn.Cell):
         Without a head, ``hidden`` are the logits, and nothing reads ``weight``. The products have the dtype of
         ``hidden``. The labels are valid classes.
         """
-        head = as_dtype(weight, hidden.dtype)
+        head = ops.cast(weight, hidden.dtype)
         total = Tensor(0.0, ms.float32)
         log_sum_exps: tuple[Tensor, ...] = ()
         for begin, end in self.blocks(hidden, weight):
@@ -88,7 +86,7 @@ class BlockwiseCrossEntropy(nn.Cell):
         dout: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """Return the gradients. The logits are computed again."""
-        head = as_dtype(weight, hidden.dtype)
+        head = ops.cast(weight, hidden.dtype)
         rates = token_weights * dout[0]
         factors = rates
         if self.z_loss > 0:
@@ -111,14 +109,14 @@ class BlockwiseCrossEntropy(nn.Cell):
             if self.has_bias:
                 bias_grad = bias_grad + self.product_of_transposed(ops.ones_like(rates_of_block), grad).reshape(-1)
             if self.has_head:
-                grad = as_dtype(grad, hidden.dtype)
-                weight_grad = weight_grad + as_dtype(self.product_of_transposed(grad, part), ms.float32)
+                grad = ops.cast(grad, hidden.dtype)
+                weight_grad = weight_grad + ops.cast(self.product_of_transposed(grad, part), ms.float32)
                 grad = self.product(grad, head)
-            hidden_grads += (as_dtype(grad, hidden.dtype),)
+            hidden_grads += (ops.cast(grad, hidden.dtype),)
         return (
             joined(hidden_grads),
-            as_dtype(weight_grad, weight.dtype),
-            as_dtype(bias_grad, bias.dtype),
+            ops.cast(weight_grad, weight.dtype),
+            ops.cast(bias_grad, bias.dtype),
             ops.zeros_like(labels),
             ops.zeros_like(token_weights),
         )
@@ -126,9 +124,9 @@ class BlockwiseCrossEntropy(nn.Cell):
     def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         if self.has_head:
             part = self.product_with_transposed(part, head)
-        logits = as_dtype(part, ms.float32)
+        logits = ops.cast(part, ms.float32)
         if self.has_bias:
-            logits = self.add_bias(logits, as_dtype(bias, ms.float32))
+            logits = self.add_bias(logits, ops.cast(bias, ms.float32))
         if self.logit_softcap is not None:
             logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
         return logits
