@@ -215,6 +215,21 @@ def test_several_heads_are_losses_of_one_loss_cell(mode):
     assert_close(mean_gradients(step), [each / 18 for each in expected])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_several_heads_in_16_bits(level, network_mode):
+    precision = MixedPrecision(ms.float16, level, init_scale=128)
+    other = nn.Dense(WIDTH, CLASSES, Tensor(WEIGHT, ms.float32), has_bias=False)
+    step = keeping_step(TwoHeads(Network(), other), 2, check_loss=False, mixed_precision=precision)
+    step(*tensors(HIDDEN, LABELS, LABELS))
+    ones = np.ones_like(TOKEN_WEIGHTS)
+    first, second = by_hand(HIDDEN, LABELS, ones)[1], by_hand(HIDDEN, LABELS, ones, bias=False)[1]
+    expected = [first[1] + 0.25 * second[1], first[2], first[3], 0.25 * second[2]]
+    found = mean_gradients(step)
+    assert_close(found, [each / 18 for each in expected], 5e-3)
+    # The products are in 16 bits.
+    assert np.abs(found[3] - expected[3] / 18).max() > 1e-6
+
+
 def half_head(network):
     network.head.to_float(ms.float16)
     return {}
