@@ -97,15 +97,9 @@ class BlockwiseCrossEntropy(nn.Cell):
         for begin, end in self.blocks(hidden, weight):
             part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
             logits = self.logits(part, head, bias)
-            spread = ops.BroadcastTo((-1, logits.shape[1]))
-            grad = self.softmax(logits) * spread(rows(factors, begin, end).reshape(-1, 1))
             rates_of_block = rows(rates, begin, end).reshape(-1, 1)
-            if self.label_smoothing > 0:
-                grad = grad - spread(rates_of_block * (self.label_smoothing / logits.shape[1]))
             places = rows(labels, begin, end).reshape(-1, 1)
-            grad = self.add_elements(grad, places, rates_of_block * (self.label_smoothing - 1))
-            if self.logit_softcap is not None:
-                grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))
+            grad = self.grad_of_logits(logits, places, rates_of_block, rows(factors, begin, end).reshape(-1, 1))
             if self.has_bias:
                 bias_grad = bias_grad + self.product_of_transposed(ops.ones_like(rates_of_block), grad).reshape(-1)
             if self.has_head:
@@ -120,6 +114,17 @@ class BlockwiseCrossEntropy(nn.Cell):
             ops.zeros_like(labels),
             ops.zeros_like(token_weights),
         )
+
+    def grad_of_logits(self, logits: Tensor, places: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
+        """Return the gradient of the products with the head. All arguments but the logits are columns."""
+        spread = ops.BroadcastTo((-1, logits.shape[1]))
+        grad = self.softmax(logits) * spread(factors)
+        if self.label_smoothing > 0:
+            grad = grad - spread(rates * (self.label_smoothing / logits.shape[1]))
+        grad = self.add_elements(grad, places, rates * (self.label_smoothing - 1))
+        if self.logit_softcap is not None:
+            grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))
+        return grad
 
     def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         if self.has_head:

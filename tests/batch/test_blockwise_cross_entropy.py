@@ -130,7 +130,7 @@ def test_in_both_modes_they_are(with_logits, has_bias, options, network_mode):
 
 
 def test_the_known_wrong_gradients_differ():
-    """Of padding that counts, of one block alone, and of a smoothing or a cap that only the loss has."""
+    """Padding that counts, one block alone, and a smoothing or a cap that only the loss has are others."""
     ones = np.ones_like(TOKEN_WEIGHTS)
     right = by_hand(HIDDEN, LABELS, ones, True, SMOOTHING, Z_LOSS, SOFTCAP)[1]
     padded = by_hand(HIDDEN, np.where(VALID, LABELS, 0), ones, True, SMOOTHING, Z_LOSS, SOFTCAP)[1]
