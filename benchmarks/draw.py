@@ -89,20 +89,19 @@ def long_run(rows):
 
 
 def language_model(rows):
-    """Draw the figures of both modes; dotted lines are those op by op."""
     styles = {
-        "MindSpore's own step": {"color": "tab:orange", "marker": "x", "label": "MindSpore's own step"},
-        "TokenMeanLoss": {"color": "tab:blue", "marker": "s", "label": "TokenMeanLoss"},
-        "TokenMeanLoss, head": {"color": "tab:green", "marker": "o", "label": "TokenMeanLoss, head"},
+        "MindSpore's own step": {"color": "tab:orange", "marker": "x"},
+        "TokenMeanLoss": {"color": "tab:blue", "marker": "s"},
+        "TokenMeanLoss, head": {"color": "tab:green", "marker": "o"},
     }
     figure, axes = panels(2)
-    for axis, key, title in zip(axes, ("mb", "seconds"), ("peak memory above start, MB", "time of a window, s")):
+    for axis, mode in zip(axes, ("GRAPH", "PYNATIVE")):
         for row, style in styles.items():
-            for mode, line in (("PYNATIVE", ":"), ("GRAPH", "-")):
-                chosen = [each for each in rows if (each["row"], each["mode"]) == (row, mode)]
-                sizes = [each["classes"] for each in chosen]
-                axis.plot(sizes, [each[key] for each in chosen], linestyle=line, **style)
-        axis.set(xscale="log", yscale="log", xlabel="words of the vocabulary (log)", ylabel=f"{title} (log)")
+            chosen = [each for each in rows if (each["row"], each["mode"]) == (row, mode)]
+            sizes = [each["classes"] for each in chosen]
+            axis.plot(sizes, [each["mb"] for each in chosen], label=row, **style)
+        axis.set(xscale="log", yscale="log", xlabel="words of the vocabulary (log)")
+        axis.set(ylabel=f"{mode}: peak memory above start, MB (log)")
         axis.set_xticks(sizes, [f"{size // 1024} k" for size in sizes], minor=False)
         axis.minorticks_off()
     save(figure, axes, "language_model")
