@@ -19,7 +19,7 @@ from ms_gradaccum._checks import (
     check_positive_int,
     typed,
 )
-from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy
 
 _OWNER = "TokenMeanLoss"
