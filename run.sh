@@ -16,7 +16,7 @@ usage() {
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
                    a program of benchmarks: peers (the default; installs PyTorch and Accelerate into .venv-peers),
-                   step, eager, contrastive, distributed, semi_auto, long_run, first_window, import_time, structure;
+                   step, eager, contrastive, language_model, distributed, semi_auto, long_run, first_window, import_time, structure;
                    more arguments go to it
 ./run.sh clients [NAME]
                    networks of mindformers, mindcv and mindone in their own trainers, with this accumulation and with

@@ -88,6 +88,25 @@ def long_run(rows):
     save(figure, axes, "long_run")
 
 
+def language_model(rows):
+    styles = {
+        "MindSpore's own step": {"color": "tab:orange", "marker": "x"},
+        "TokenMeanLoss": {"color": "tab:blue", "marker": "s"},
+        "TokenMeanLoss, head": {"color": "tab:green", "marker": "o"},
+    }
+    figure, axes = panels(2)
+    for axis, mode in zip(axes, ("GRAPH", "PYNATIVE")):
+        for row, style in styles.items():
+            chosen = [each for each in rows if (each["row"], each["mode"]) == (row, mode)]
+            sizes = [each["classes"] for each in chosen]
+            axis.plot(sizes, [each["mb"] for each in chosen], label=row, **style)
+        axis.set(xscale="log", yscale="log", xlabel="words of the vocabulary (log)")
+        axis.set(ylabel=f"{mode}: peak memory above start, MB (log)")
+        axis.set_xticks(sizes, [f"{size // 1024} k" for size in sizes], minor=False)
+        axis.minorticks_off()
+    save(figure, axes, "language_model")
+
+
 STEP = ("micro_step_s", "bare_micro_step_s", ALONE, "time of a micro batch, s")
 END = ("end_s", "bare_end_s", ALONE, "time of the end of a window, s")
 MEMORY = ("peak_mb", "full_peak_mb", WHOLE, "peak memory above start, MB")
@@ -100,3 +119,4 @@ if __name__ == "__main__":
     growth(found["tensors"], "tensors", "tensors, of a million parameters", (STEP, END, COMPILE))
     ranks(found["ranks"])
     long_run(found["long_run"])
+    language_model(found["language_model"])

@@ -2,19 +2,33 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, check_cell, check_int
+from ms_gradaccum._checks import (
+    Settled,
+    check_bool,
+    check_cell,
+    check_int,
+    check_number,
+    check_positive_float32,
+    check_positive_int,
+    typed,
+)
+from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy
 
 _OWNER = "TokenMeanLoss"
 _OWN_LOSS_REMEDY = (
     "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
     "mindformers with calculate_per_token_loss=True, and set weighted=True."
 )
+# What a head may be.
+Head: TypeAlias = nn.Cell | Parameter | tuple[Parameter, Parameter]
 _INTS = (*mstype.int_type, *mstype.uint_type)
 
 
@@ -30,22 +44,45 @@ class TokenMeanLoss(Settled, nn.Cell):
 
     Labels are aligned with the logits: for a causal language model, shift them in the dataset.
 
+    The loss is computed in blocks of tokens, in float32, and its backward pass computes each block again, so that
+    nothing but the logits and their gradient has the size of the table of tokens and classes. With `head`, the logits
+    of a block are computed there as well, and no table exists at all, neither in training nor in evaluation:
+
+    .. code-block:: python
+
+        loss_cell = TokenMeanLoss(network.body, head=network.head)
+
     Args:
-        backbone (Cell): Network that returns logits of shape :math:`(*, C)` with :math:`C` classes, alone or before
-            other outputs.
+        backbone (Cell): Network that returns logits of shape :math:`(*, C)` with :math:`C` classes, or hidden states of
+            shape :math:`(*, D)` if there is a `head`, alone or before other outputs.
         ignore_index (int): Label of padding, which is ignored. Default: ``-100``.
+        head (Union[Cell, Parameter, tuple[Parameter], None]): Linear layer from hidden states to logits: an
+            ``nn.Dense``, a ``mint.nn.Linear``, its weight of shape :math:`(C, D)`, or a tuple of weight and bias. The
+            table of an embedding, which is also in `backbone`, gets the sum of both gradients. Default: ``None``.
+        block_tokens (Union[int, None]): Tokens of a block. By default, 32 MiB of logits, and at least 256 tokens.
+            Default: ``None``.
+
+    Keyword Args:
+        label_smoothing (float): Share of the label that all classes have, at least 0 and below 1. Default: ``0.0``.
+        z_loss (float): Factor of the squared log-sum-exp of a token's logits, which is added to its cross-entropy, at
+            least 0. Default: ``0.0``.
+        logit_softcap (Union[float, None]): Logits :math:`x` become :math:`c \tanh(x / c)`. Default: ``None``.
+        token_weights (bool): Whether a weight for each label is the last input. Default: ``False``.
 
     Inputs:
         - **\*inputs** - Inputs of `backbone`, and after them:
         - **labels** (Tensor) - Classes, integers of shape :math:`(*)`.
+        - **token_weights** (Tensor) - Numbers of the shape of `labels`, not negative, only with `token_weights`. They
+          have no gradient.
 
     Outputs:
-        Tuple of 2 float32 scalars, the sum of the cross-entropy and the number of labels that are not `ignore_index`.
-        Both are 0 if no label is valid. The cross-entropy of half-precision logits is computed in float32.
+        Tuple of 2 float32 scalars, the sum of the cross-entropy and the number of labels that are not `ignore_index`,
+        or the sum of their weights. Both are 0 if no label is valid. With 16-bit hidden states, the products with the
+        head are in 16 bits, and logits, sums and the gradient of the head in float32.
 
     Raises:
         TypeError: If an argument has the wrong type, `backbone` takes the labels itself, or they are not integers.
-        ValueError: If `ignore_index` is not an int32, or the shapes of logits and labels do not fit.
+        ValueError: If an argument is out of range, or the shapes of logits, head, labels and weights do not fit.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -66,7 +103,18 @@ class TokenMeanLoss(Settled, nn.Cell):
 
     __call__: Callable[..., tuple[Tensor, Tensor]]
 
-    def __init__(self, backbone: nn.Cell, ignore_index: int = -100) -> None:
+    def __init__(
+        self,
+        backbone: nn.Cell,
+        ignore_index: int = -100,
+        head: Head | None = None,
+        block_tokens: int | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_softcap: float | None = None,
+        token_weights: bool = False,
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
         signature = inspect.signature(backbone.construct)
@@ -74,22 +122,114 @@ class TokenMeanLoss(Settled, nn.Cell):
         self.signature = f"construct{signature}"
         self.required = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed)
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
+        if block_tokens is not None:
+            check_positive_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
+        self.block_tokens = block_tokens
+        self.label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
+        if self.label_smoothing >= 1:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing}. "
+                f"It is the share of the label that all classes have."
+            )
+        self.z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")
+        self.logit_softcap = logit_softcap
+        if logit_softcap is not None:
+            self.logit_softcap = check_positive_float32(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
+        self.token_weights = check_bool(_OWNER, "token_weights", token_weights, "True adds an input after the labels.")
+        self.head_weight, self.head_bias = _parameters_of(head)
+        self.product_dtype = _product_dtype_of(head)
+        options = (self.label_smoothing, self.z_loss, self.logit_softcap)
+        self.cross_entropy = BlockwiseCrossEntropy(head is not None, self.head_bias is not None, block_tokens, *options)
         self._get_attr_from_cell(backbone)
         self._is_built = True
 
     def construct(self, *inputs: object) -> tuple[Tensor, Tensor]:
+        weights = inputs[-1] if self.token_weights else None
+        inputs = inputs[:-1] if self.token_weights else inputs
         if len(inputs) - 1 < self.required:
             _refuse_own_loss(self.signature, len(inputs) - 1)
-        logits = self.backbone(*inputs[:-1])
+        hidden = self.backbone(*inputs[:-1])
         labels: Tensor = inputs[-1]
-        if isinstance(logits, (tuple, list)):
-            logits = logits[0] if len(logits) > 0 else None
+        if isinstance(hidden, (tuple, list)):
+            hidden = hidden[0] if len(hidden) > 0 else None
         _check_dtype(labels.dtype if isinstance(labels, Tensor) else None)
-        _check_shapes(logits.shape if isinstance(logits, Tensor) else None, labels.shape)
-        logits = ops.cast(logits, ms.float32).reshape(-1, logits.shape[-1])
+        _check_shapes(hidden.shape if isinstance(hidden, Tensor) else None, labels.shape)
+        if self.token_weights:
+            _check_weights(weights.shape if isinstance(weights, Tensor) else None, labels.shape)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         labels = ops.cast(labels, ms.int32).reshape(-1)
-        loss_sum = ops.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
-        return loss_sum, ops.cast(ops.not_equal(labels, self.ignore_index), ms.float32).sum()
+        is_valid = ops.not_equal(labels, self.ignore_index)
+        token_weights = ops.cast(is_valid, ms.float32)
+        if self.token_weights:
+            token_weights = token_weights * ops.stop_gradient(as_dtype(weights, ms.float32)).reshape(-1)
+        weight, bias = token_weights, token_weights  # Stand-ins, which nothing reads.
+        if self.head_weight is not None:
+            _check_head(self.head_weight.shape, hidden.shape)
+            if self.product_dtype is not None:
+                hidden = as_dtype(hidden, self.product_dtype)
+            # The compiler refuses a parameter itself as input of a cell with a bprop. A reshape copies nothing.
+            weight = self.head_weight.reshape(self.head_weight.shape)
+        if self.head_bias is not None:
+            bias = self.head_bias.reshape(self.head_bias.shape)
+        classes = hidden.shape[1] if self.head_weight is None else weight.shape[0]
+        # MindSpore's kernels would take -1 for the last class.
+        labels = ops.select(is_valid, ops.select(labels < 0, classes, labels), 0)
+        return self.cross_entropy(hidden, weight, bias, labels, token_weights)[0], token_weights.sum()
+
+    def around(self, backbone: nn.Cell, product_dtype: ms.Type) -> "TokenMeanLoss":
+        """Return a cell with these settings and parameters around another network, with products of this dtype."""
+        head = self.head_weight if self.head_bias is None else (self.head_weight, self.head_bias)
+        other = TokenMeanLoss(
+            backbone,
+            self.ignore_index,
+            head,
+            self.block_tokens,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            logit_softcap=self.logit_softcap,
+            token_weights=self.token_weights,
+        )
+        other.product_dtype = product_dtype
+        return other
+
+
+def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
+    """Return weight and bias of a head."""
+    if head is None:
+        return None, None
+    weight, bias = head, None
+    if isinstance(head, nn.Cell):
+        if type(head) not in (nn.Dense, mint.nn.Linear) or getattr(head, "activation", None) is not None:
+            raise TypeError(
+                f"For '{_OWNER}', a cell as 'head' must be an nn.Dense or a mint.nn.Linear without an activation, but "
+                f"got {type(head).__name__}. If it multiplies by the transposed weight, give head=(weight, bias)."
+            )
+        weight = head.weight
+        bias = getattr(head, "bias", None)
+    elif isinstance(head, tuple) and len(head) == 2:
+        weight, bias = head
+    are_parameters = isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))
+    if not are_parameters:
+        raise TypeError(
+            f"For '{_OWNER}', the argument 'head' must be a linear layer, its weight, or a tuple of weight and bias, "
+            f"but got {typed(head)}. For example head=network.head."
+        )
+    if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = ", ".join(str(each.shape) for each in (weight, bias) if each is not None)
+        raise ValueError(
+            f"For '{_OWNER}', the weight of 'head' must have the shape (classes, width), and its bias (classes,), but "
+            f"got {shapes}. Leave the loss without a head, and let the backbone return logits."
+        )
+    return weight, bias
+
+
+def _product_dtype_of(head: object) -> ms.Type | None:
+    """Return the dtype that ``to_float`` has set for a head, or None for that of the hidden states."""
+    flags = head.get_flags() if isinstance(head, nn.Cell) else {}
+    for flag, dtype in (("fp16", ms.float16), ("bf16", ms.bfloat16), ("fp32", ms.float32)):
+        if flags.get(flag):
+            return dtype
+    return None
 
 
 @_primexpr
@@ -116,6 +256,25 @@ def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> No
         raise ValueError(
             f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
             f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
+        )
+
+
+@_primexpr
+def _check_head(weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
+    if weight[1] != hidden[1]:
+        raise ValueError(
+            f"For '{_OWNER}', the backbone must return hidden states of the width {weight[1]} of its head, but got "
+            f"{hidden[1]}. Give the part of the network before the head."
+        )
+
+
+@_primexpr
+def _check_weights(weights: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
+    if weights is None or tuple(weights) != tuple(labels):
+        got = "no tensor" if weights is None else f"{tuple(weights)} for labels of shape {tuple(labels)}"
+        raise ValueError(
+            f"For '{_OWNER}', the token weights, its last input, must have the shape of the labels, but got {got}. "
+            f"Give one weight per label."
         )
 
 

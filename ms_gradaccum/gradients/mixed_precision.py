@@ -282,10 +282,10 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
         backbone = _converted(owner, loss_cell.backbone_network, precision)
         return nn.WithLossCell(_OutputTo32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
-        return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
+        return loss_cell.around(_converted(owner, loss_cell.backbone, precision), precision.dtype)
     if isinstance(loss_cell, GradCacheLoss):
         return GradCacheLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.loss_fn, loss_cell.labels)
-    converted = _converted(owner, loss_cell, precision)
+    converted = _with_token_losses(owner, loss_cell, precision)
     if precision.level in ("O2", "O3"):
         # The loss cell's own operators and the labels; the cells inside stay in half precision.
         converted.add_flags(fp16=False, bf16=False, fp32=True)
@@ -294,6 +294,48 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
             if isinstance(inner, nn.LossBase) and type(cell) is not InputsInFloat32:
                 setattr(cell, name, InputsInFloat32(inner).to_float(ms.float32))
     return converted
+
+
+class _StandIn(nn.Cell):
+    """Stands for a TokenMeanLoss while MindSpore rewrites the loss cell around it, which cannot rewrite `*inputs`."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place_of_token_loss = place  # The rewritten cell has it, too.
+
+    def construct(self, a: object, b: object = None, c: object = None, d: object = None, e: object = None) -> object:
+        return a
+
+
+def _with_token_losses(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
+    """Convert a loss cell. Each TokenMeanLoss in it is replaced by one that computes its products in half precision."""
+    losses = [cell for _, cell in loss_cell.cells_and_names() if type(cell) is TokenMeanLoss]
+    for _, cell in list(loss_cell.cells_and_names()):
+        for name, inner in cell.name_cells().items():
+            if type(inner) is TokenMeanLoss:
+                setattr(cell, name, _StandIn(losses.index(inner)))
+    try:
+        converted = _converted(owner, loss_cell, precision)
+    except BaseException:
+        _fill_in(loss_cell, losses)
+        raise
+    halves = []
+    for each in losses:
+        backbone: Any = each.backbone
+        if list(backbone.get_parameters()):  # Else it may be nn.Identity, which MindSpore cannot rewrite.
+            backbone = _converted(owner, backbone, precision)
+        halves.append(each.around(backbone, precision.dtype))
+    _fill_in(converted, halves)
+    _fill_in(loss_cell, losses)  # Nothing is left where both have the same cells inside.
+    return converted
+
+
+def _fill_in(network: nn.Cell, losses: Sequence[nn.Cell]) -> None:
+    for _, cell in list(network.cells_and_names()):
+        for name, inner in cell.name_cells().items():
+            place = getattr(inner, "place_of_token_loss", None)
+            if place is not None:
+                setattr(cell, name, losses[place])
 
 
 def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:

@@ -65,7 +65,9 @@ def weight_of(net):
 
 def train_with_accumulation(what):
     net, optimizer = create_network()
-    accumulator = Accumulator(TokenMeanLoss(net, ignore_index=PADDING), optimizer, ACCUMULATION_STEPS)
+    # The network is a head without a body. Its logits are computed for 16 tokens at a time, and never for all.
+    loss_cell = TokenMeanLoss(nn.Identity(), PADDING, head=net, block_tokens=16)
+    accumulator = Accumulator(loss_cell, optimizer, ACCUMULATION_STEPS)
     tokens = 0
     for inputs, labels in accumulator.prepare(deal(what)):
         with accumulator.accumulate():

@@ -28,11 +28,17 @@ def language_model():
     return nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
 
 
-def train_sentences(parts, **settings):
-    """One window of micro batches; return the weights and what the step reported."""
+def train_sentences(parts, block_tokens=None, **settings):
+    """One window of micro batches; return the weights and what the step reported.
+
+    With `block_tokens` the model is the head of a network without a body.
+    """
     backbone = language_model()
+    loss_cell = TokenMeanLoss(backbone)
+    if block_tokens is not None:
+        loss_cell = TokenMeanLoss(nn.Identity(), head=backbone, block_tokens=block_tokens)
     optimizer = nn.SGD(backbone.trainable_params(), 0.08)
-    accumulator = Accumulator(TokenMeanLoss(backbone), optimizer, len(parts), **settings)
+    accumulator = Accumulator(loss_cell, optimizer, len(parts), **settings)
     for part in parts:
         with accumulator.accumulate():
             accumulator.backward(*[Tensor(array) for array in sentences(part)])

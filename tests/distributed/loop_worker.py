@@ -41,6 +41,7 @@ def train_tokens():
     by_batch, by_sentence = parts[rank::2], [[4 * i + j for j in range(rank, 8, 2)] for i in (0, 2)]
     for name, kind in KINDS.items():
         results[f"tokens {name}"] = _row(*train_sentences(by_batch, parallel=kind))
+        results[f"blocks {name}"] = _row(*train_sentences(by_batch, block_tokens=5, parallel=kind))
     results["by sentence"] = _row(*train_sentences(by_sentence))
     results["own tokens"] = [int((sentences(sum(mine, []))[1] >= 0).sum()) for mine in (by_batch, by_sentence)]
     # Only rank 0 has any valid token, then nobody.

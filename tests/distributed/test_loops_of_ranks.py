@@ -48,6 +48,16 @@ def test_a_token_counts_the_same_on_whichever_rank_it_is(name, two):
     np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_head_in_blocks_of_tokens_is_the_same_training(name, two):
+    for report in two:
+        weights, loss, updated, tokens = report[f"blocks {name}"]
+        np.testing.assert_allclose(weights, report[f"tokens {name}"][0], rtol=1e-6)
+        np.testing.assert_allclose(weights, TARGET, atol=5e-5)
+        assert (updated, tokens) == (1, 136)
+        assert loss == pytest.approx(report[f"tokens {name}"][1], rel=1e-6)
+
+
 def test_the_way_the_sentences_are_dealt_changes_nothing(two):
     np.testing.assert_allclose(two[1]["by sentence"][0], two[1]["tokens data parallel"][0], rtol=1e-5)
 

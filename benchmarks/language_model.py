@@ -1,0 +1,112 @@
+"""Time and memory of the loss of a language model over the size of its vocabulary. Prints one table.
+
+python benchmarks/language_model.py                          # 1 k to 128 k words; some minutes, up to 9 GB
+python benchmarks/language_model.py --classes 1024 16384     # some of them
+python benchmarks/language_model.py --record docs/benchmarks/language_model.json
+
+MindSpore's own step computes all logits and nn.CrossEntropyLoss; beside it a window of one micro batch with
+TokenMeanLoss, which takes the same logits, and with TokenMeanLoss and the head. All have the same loss.
+"""
+
+import argparse
+import json
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from windows import TokenLoss, in_child, peak_of, versions
+
+from ms_gradaccum import TokenMeanLoss, TrainOneStepCell
+
+STOCK, LOGITS, HEAD = "MindSpore's own step", "TokenMeanLoss", "TokenMeanLoss, head"
+MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
+TOKENS, WIDTH = (16, 64), 128
+
+
+class Network(nn.Cell):
+    """An embedding, a layer and, if asked, the head."""
+
+    def __init__(self, classes: int, with_head: bool) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(classes, WIDTH), nn.Dense(WIDTH, WIDTH)
+        self.head = nn.Dense(WIDTH, classes, has_bias=False)
+        self.with_head = with_head
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        hidden = ops.tanh(self.layer(self.embedding(tokens)))
+        return self.head(hidden) if self.with_head else hidden
+
+
+def build(row: str, classes: int) -> Any:
+    ms.set_seed(0)
+    network = Network(classes, row != HEAD)
+    random = np.random.default_rng(0)
+    for parameter in network.get_parameters():
+        parameter.set_data(Tensor(random.normal(0, 0.1, parameter.shape).astype(np.float32)))
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    if row == STOCK:
+        return nn.TrainOneStepCell(TokenLoss(network), optimizer).set_train()
+    head = network.head if row == HEAD else None
+    loss_cell = TokenMeanLoss(network, head=head)
+    return TrainOneStepCell(loss_cell, optimizer, check_loss=False).set_train()
+
+
+def run_window(step: Any, batch: list[Tensor]) -> float:
+    output = step(*batch)
+    loss = output if isinstance(output, Tensor) else output.loss
+    return float(loss.asnumpy())
+
+
+def measure(mode: str, row: str, classes: int, repeat: int) -> dict[str, Any]:
+    """Return the losses, the memory that windows take beside what was there, in MB, and the seconds of a window."""
+    ms.set_context(mode=MODES[mode])
+    random = np.random.default_rng(1)
+    batch = [Tensor(random.integers(0, classes, TOKENS), ms.int32) for _ in range(2)]
+    step = build(row, classes)
+    losses, memory = peak_of(lambda: run_window(step, batch), 2)
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        losses.append(run_window(step, batch))
+        seconds.append(time.perf_counter() - start)
+    return {"losses": losses, "memory": memory, "seconds": min(seconds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", nargs="+", type=int, default=[1024, 4096, 16384, 65536, 131072])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeat", type=int, default=5, help="windows that are timed")
+    parser.add_argument("--record", type=Path, help="a file for the figures, which draw.py draws")
+    args = parser.parse_args()
+    print(f"{TOKENS[0] * TOKENS[1]} tokens, width {WIDTH}, SGD; {versions()}")
+    rows = []
+    for mode in args.modes:
+        print(f"\n{mode:24}{'words':>8}{'table':>8}{'MB':>8}{'ratio':>7}{'seconds':>9}{'ratio':>7}")
+        for classes in args.classes:
+            found = {row: in_child(measure, mode, row, classes, args.repeat) for row in (STOCK, LOGITS, HEAD)}
+            stock = found[STOCK]
+            table = TOKENS[0] * TOKENS[1] * classes * 4 / 2**20
+            for row, each in found.items():
+                ratios = each["memory"] / stock["memory"], each["seconds"] / stock["seconds"]
+                print(
+                    f"{row:24}{classes:8}{table:8.0f}{each['memory']:8.0f}{ratios[0]:7.2f}"
+                    f"{each['seconds']:9.3f}{ratios[1]:7.2f}"
+                )
+                if not np.allclose(each["losses"], stock["losses"], rtol=1e-5):
+                    raise RuntimeError(f"{row} has other losses: {each['losses']} and {stock['losses']}")
+                figures = {"mb": round(each["memory"]), "seconds": round(each["seconds"], 4)}
+                rows.append({"mode": mode, "row": row, "classes": classes, "table_mb": round(table), **figures})
+    if args.record is not None:
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        head = {"command": "python benchmarks/language_model.py", "versions": versions(), "date": str(date.today())}
+        fields = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in head.items())
+        args.record.write_text(f'{{\n{fields} "rows": [\n  {lines}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Cross-entropy of tokens, block by block, with or without the head that computes their logits."""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import functional as F
+from mindspore.ops.primitive import _primexpr
+
+# The blocks of the default have so many logits, 32 MiB in float32.
+_LOGITS_OF_BLOCK = 2**23
+_LEAST_TOKENS = 256
+Block = tuple[int, int | None]
+
+
+class BlockwiseCrossEntropy(nn.Cell):
+    """Weighted sum of the cross-entropy of all tokens, and the log-sum-exp of each token for the backward pass.
+
+    The logits of a block of tokens are computed in the forward pass, and again in the backward pass, so that no table
+    of all tokens and classes exists. Logits, log-sum-exps and the sums over blocks are in float32.
+
+    Nothing is broadcast by arithmetic: on CPU, MindSpore stores two index lists of the result's size for each such
+    operator, as long as its graph lives. BroadcastTo and BiasAdd store none.
+    """
+
+    def __init__(
+        self,
+        has_head: bool,
+        has_bias: bool,
+        block_tokens: int | None,
+        label_smoothing: float,
+        z_loss: float,
+        logit_softcap: float | None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.has_head = has_head
+        self.has_bias = has_bias
+        self.block_tokens = block_tokens
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.logit_softcap = logit_softcap
+        self.softmax = ops.Softmax(-1)
+        self.argmax = ops.ArgMaxWithValue(1)
+        self.add_bias = ops.BiasAdd()
+        self.add_elements = ops.TensorScatterElements(1, "add")
+        self.product = ops.MatMul()
+        self.product_of_transposed = ops.MatMul(transpose_a=True)
+        self.product_with_transposed = ops.MatMul(transpose_b=True)
+
+    def construct(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, token_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum and the log-sum-exps.
+
+        Without a head, ``hidden`` are the logits, and nothing reads ``weight``. The products have the dtype of
+        ``hidden``. The labels are valid classes.
+        """
+        head = ops.cast(weight, hidden.dtype)
+        total = Tensor(0.0, ms.float32)
+        log_sum_exps: tuple[Tensor, ...] = ()
+        for begin, end in self.blocks(hidden, weight):
+            # The blocks run one after the other, so that their logits do not exist at the same time.
+            logits = self.logits(ops.depend(rows(hidden, begin, end), total), head, bias)
+            places = rows(labels, begin, end).reshape(-1, 1)
+            # CPU's LogSoftmax would be off by 3e-6, which is much of a small loss.
+            place_of_peak, peak = self.argmax(logits)
+            share_of_peak = ops.gather_d(self.softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(-1)
+            log_of_share = ops.log(share_of_peak)
+            losses = peak - ops.gather_d(logits, 1, places).reshape(-1) - log_of_share
+            log_sum_exp = peak - log_of_share
+            if self.label_smoothing > 0:
+                of_all_classes = log_sum_exp - logits.mean(1)
+                losses = losses * (1 - self.label_smoothing) + of_all_classes * self.label_smoothing
+            if self.z_loss > 0:
+                losses = losses + ops.square(log_sum_exp) * self.z_loss
+            total = total + (losses * rows(token_weights, begin, end)).sum()
+            log_sum_exps += (log_sum_exp,)
+        return total, joined(log_sum_exps)
+
+    def bprop(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        token_weights: Tensor,
+        out: tuple[Tensor, ...],
+        dout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients. The logits are computed again."""
+        head = ops.cast(weight, hidden.dtype)
+        rates = token_weights * dout[0]
+        factors = rates
+        if self.z_loss > 0:
+            factors = rates + rates * out[1] * (2 * self.z_loss)
+        hidden_grads: tuple[Tensor, ...] = ()
+        weight_grad = ops.zeros(weight.shape, ms.float32)
+        bias_grad = ops.zeros(bias.shape, ms.float32)
+        for begin, end in self.blocks(hidden, weight):
+            part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
+            logits = self.logits(part, head, bias)
+            rates_of_block = rows(rates, begin, end).reshape(-1, 1)
+            places = rows(labels, begin, end).reshape(-1, 1)
+            grad = self.grad_of_logits(logits, places, rates_of_block, rows(factors, begin, end).reshape(-1, 1))
+            if self.has_bias:
+                bias_grad = bias_grad + self.product_of_transposed(ops.ones_like(rates_of_block), grad).reshape(-1)
+            if self.has_head:
+                grad = ops.cast(grad, hidden.dtype)
+                weight_grad = weight_grad + ops.cast(self.product_of_transposed(grad, part), ms.float32)
+                grad = self.product(grad, head)
+            hidden_grads += (ops.cast(grad, hidden.dtype),)
+        return (
+            joined(hidden_grads),
+            ops.cast(weight_grad, weight.dtype),
+            ops.cast(bias_grad, bias.dtype),
+            ops.zeros_like(labels),
+            ops.zeros_like(token_weights),
+        )
+
+    def grad_of_logits(self, logits: Tensor, places: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
+        """Return the gradient of the products with the head. All arguments but the logits are columns."""
+        spread = ops.BroadcastTo((-1, logits.shape[1]))
+        grad = self.softmax(logits) * spread(factors)
+        if self.label_smoothing > 0:
+            grad = grad - spread(rates * (self.label_smoothing / logits.shape[1]))
+        grad = self.add_elements(grad, places, rates * (self.label_smoothing - 1))
+        if self.logit_softcap is not None:
+            grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))
+        return grad
+
+    def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
+        if self.has_head:
+            part = self.product_with_transposed(part, head)
+        logits = ops.cast(part, ms.float32)
+        if self.has_bias:
+            logits = self.add_bias(logits, ops.cast(bias, ms.float32))
+        if self.logit_softcap is not None:
+            logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
+        return logits
+
+    def blocks(self, hidden: Tensor, weight: Tensor) -> tuple[Block, ...]:
+        blocks: tuple[Block, ...] = ((0, None),)
+        # The compiler knows the number of tokens, unless set_inputs() has left it open.
+        if F.isconstant(hidden.shape):
+            classes = weight.shape[0] if self.has_head else hidden.shape[1]
+            blocks = blocks_of(hidden.shape[0], classes, self.block_tokens)
+        return blocks
+
+
+def rows(values: Tensor, begin: int, end: int | None) -> Tensor:
+    """Return the rows of a block. The only block is the tensor itself, which a slice would copy."""
+    return values if end is None else values[begin:end]
+
+
+def joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else ops.concat(parts)
+
+
+@_primexpr
+def blocks_of(tokens: int, classes: int, block_tokens: int | None) -> tuple[Block, ...]:
+    """Return the begin and end of each block of tokens. An only block has no end."""
+    size = block_tokens or max(_LEAST_TOKENS, _LOGITS_OF_BLOCK // classes)
+    if tokens <= size:
+        return ((0, None),)
+    return tuple((begin, min(begin + size, tokens)) for begin in range(0, tokens, size))

@@ -1,0 +1,425 @@
+"""TokenMeanLoss in blocks of tokens, with a head or without: against formulas in NumPy and against the plain loss."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn, ops
+from refusal import raises
+from step_probe import Around, keeping_step, number, tensors
+
+from ms_gradaccum import GradAccumulation, MixedPrecision, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy, blocks_of
+
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
+
+ROWS, LENGTH, WIDTH, CLASSES = 4, 7, 6, 11
+IGNORED = -100
+SMOOTHING, Z_LOSS, SOFTCAP = 0.1, 0.01, 3.0
+GENERATOR = np.random.default_rng(0)
+WEIGHT, BIAS = GENERATOR.normal(size=(CLASSES, WIDTH)), GENERATOR.normal(size=CLASSES)
+HIDDEN = GENERATOR.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+TOKEN_WEIGHTS = GENERATOR.uniform(0, 2, size=(ROWS, LENGTH)).astype(np.float32)
+LABELS = GENERATOR.integers(0, CLASSES, (ROWS, LENGTH)).astype(np.int32)
+# The rows have 7, 6, 1 and 4 tokens.
+LABELS[1, 6:], LABELS[2, 1:], LABELS[3, 4:] = IGNORED, IGNORED, IGNORED
+VALID = LABELS != IGNORED
+
+
+class Network(nn.Cell):
+    """A body that scales its inputs, and a linear head, which `with_logits` says whether it calls."""
+
+    def __init__(self, has_bias=True, with_logits=False, width=WIDTH, classes=CLASSES):
+        super().__init__()
+        self.scale = Parameter(ops.ones((width,), ms.float32), "scale")
+        self.head = nn.Dense(width, classes, Tensor(WEIGHT, ms.float32), Tensor(BIAS, ms.float32), has_bias)
+        self.with_logits = with_logits
+
+    def construct(self, hidden):
+        hidden = hidden * self.scale
+        return self.head(hidden) if self.with_logits else hidden
+
+
+def loss_cell_of(network, **settings):
+    head = None if network.with_logits else network.head
+    return TokenMeanLoss(network, head=head, **settings)
+
+
+def by_hand(hidden, labels, weights, bias=True, smoothing=0.0, z_loss=0.0, softcap=None):
+    """The weighted sum, and its gradients: of the hidden states, the scale, the weight and the bias, in float64."""
+    x = hidden.reshape(-1, WIDTH).astype(np.float64)
+    rates = np.where(labels == IGNORED, 0, weights).reshape(-1, 1).astype(np.float64)
+    logits = x @ np.float32(WEIGHT).astype(np.float64).T
+    if bias:
+        logits = logits + np.float32(BIAS)
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    log_sum_exps = np.log(np.exp(logits).sum(1, keepdims=True))
+    one_hot = np.eye(CLASSES)[np.where(labels == IGNORED, 0, labels).ravel()]
+    target = (1 - smoothing) * one_hot + smoothing / CLASSES
+    losses = (target * (log_sum_exps - logits)).sum(1, keepdims=True) + z_loss * log_sum_exps**2
+    grads = rates * ((1 + 2 * z_loss * log_sum_exps) * np.exp(logits - log_sum_exps) - target)
+    if softcap is not None:
+        grads = grads * (1 - (logits / softcap) ** 2)
+    of_hidden = grads @ np.float32(WEIGHT).astype(np.float64)
+    found = [of_hidden.reshape(hidden.shape), (of_hidden * x).sum(0), grads.T @ x]
+    return (losses * rates).sum(), found + [grads.sum(0)] * bias
+
+
+class LossSum(nn.Cell):
+    def __init__(self, loss_cell):
+        super().__init__(auto_prefix=False)
+        self.loss_cell = loss_cell
+
+    def construct(self, *inputs):
+        return self.loss_cell(*inputs)[0]
+
+
+def in_order(parameters):
+    """In the order of `Network`: scale, and weight and bias of the head."""
+    names = ["scale", "head.weight", "head.bias"]
+    return sorted(parameters, key=lambda each: [not each.name.endswith(name) for name in names])
+
+
+def gradients(loss_cell, *inputs):
+    """The sum, and the gradients of the first input and of all parameters."""
+    differentiate = ops.value_and_grad(LossSum(loss_cell), 0, in_order(loss_cell.trainable_params()))
+    loss_sum, (of_input, of_weights) = differentiate(*tensors(*inputs))
+    return number(loss_sum), [each.asnumpy() for each in (of_input, *of_weights)]
+
+
+def mean_gradients(step):
+    return [kept.asnumpy().copy() for kept in in_order(step.optimizer.kept)]
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(1, np.abs(other).max()))
+
+
+ALL = {"label_smoothing": SMOOTHING, "z_loss": Z_LOSS, "logit_softcap": SOFTCAP, "token_weights": True}
+OPTIONS = [{}, *({name: value} for name, value in ALL.items()), ALL]
+
+
+def assert_formula(with_logits, has_bias, options, blocks):
+    given = [TOKEN_WEIGHTS] if "token_weights" in options else []
+    weights = TOKEN_WEIGHTS if given else np.ones_like(TOKEN_WEIGHTS)
+    numbers = [options.get(name, 0) for name in ("label_smoothing", "z_loss")]
+    expected = by_hand(HIDDEN, LABELS, weights, has_bias, *numbers, options.get("logit_softcap"))
+    for block_tokens in blocks:
+        loss_cell = loss_cell_of(Network(has_bias, with_logits), block_tokens=block_tokens, **options)
+        loss_sum, found = gradients(loss_cell, HIDDEN, LABELS, *given)
+        assert loss_sum == pytest.approx(expected[0], rel=1e-6)
+        assert_close(found, expected[1])
+        assert number(loss_cell(*tensors(HIDDEN, LABELS, *given))[1]) == pytest.approx((weights * VALID).sum())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("with_logits", [False, True], ids=["head", "logits"])
+def test_sum_and_gradients_are_those_of_the_formula(with_logits, has_bias, options):
+    # 28 tokens: blocks of one size, a shorter last one, one block, and more than there are.
+    assert_formula(with_logits, has_bias, options, (7, 5, 28, None))
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all options"])
+@pytest.mark.parametrize(("with_logits", "has_bias"), [(False, True), (False, False), (True, True)])
+def test_in_both_modes_they_are(with_logits, has_bias, options, network_mode):
+    assert_formula(with_logits, has_bias, options, (5,))
+
+
+def test_the_known_wrong_gradients_differ():
+    """Padding that counts, one block alone, and a smoothing or a cap that only the loss has are others."""
+    ones = np.ones_like(TOKEN_WEIGHTS)
+    right = by_hand(HIDDEN, LABELS, ones, True, SMOOTHING, Z_LOSS, SOFTCAP)[1]
+    padded = by_hand(HIDDEN, np.where(VALID, LABELS, 0), ones, True, SMOOTHING, Z_LOSS, SOFTCAP)[1]
+    one_block = by_hand(HIDDEN, np.where(np.arange(28).reshape(4, 7) < 5, LABELS, IGNORED), ones)[1]
+    wrong = [padded, one_block, *(by_hand(HIDDEN, LABELS, ones, True, *each)[1] for each in ((0, Z_LOSS, SOFTCAP),))]
+    wrong.append(by_hand(HIDDEN, LABELS, ones, True, SMOOTHING, 0, SOFTCAP)[1])
+    wrong.append(by_hand(HIDDEN, LABELS, ones, True, SMOOTHING, Z_LOSS)[1])
+    for each in wrong:
+        assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(each, right))
+
+
+@pytest.mark.parametrize("micro_size", [1, 2, 3, 4])
+def test_a_window_has_the_mean_over_its_tokens(micro_size, mode):
+    loss_sum, expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))
+    step = keeping_step(loss_cell_of(Network(), block_tokens=3), micro_size, check_loss=False)
+    output = step(*tensors(HIDDEN, LABELS))
+    assert number(output.weight) == VALID.sum() == 18
+    assert number(output.loss) == pytest.approx(loss_sum / 18, rel=1e-6)
+    assert_close(mean_gradients(step), [each / 18 for each in expected[1:]])
+
+
+def test_a_window_in_a_larger_graph(mode):
+    if mode == ms.PYNATIVE_MODE:
+        pytest.skip("a larger graph is compiled")
+    expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[1]
+    step = keeping_step(loss_cell_of(Network(), block_tokens=3), 2, check_loss=False)
+    Around(step)(*tensors(HIDDEN, LABELS))
+    assert_close(mean_gradients(step), [each / 18 for each in expected[1:]])
+
+
+class Tied(nn.Cell):
+    def __init__(self, with_logits):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH, embedding_table=Tensor(WEIGHT, ms.float32))
+        self.with_logits = with_logits
+
+    def construct(self, tokens):
+        hidden = ops.tanh(self.embedding(tokens))
+        return ops.matmul(hidden, self.embedding.embedding_table.T) if self.with_logits else hidden
+
+
+def test_the_table_of_an_embedding_gets_the_sum_of_both_gradients(mode):
+    def train(loss_cell):
+        step = keeping_step(loss_cell, 2, check_loss=False)
+        step(Tensor(np.where(VALID, LABELS, 0)), Tensor(LABELS))
+        return mean_gradients(step)
+
+    network = Tied(with_logits=False)
+    loss_cell = TokenMeanLoss(network, head=network.embedding.embedding_table, block_tokens=5)
+    assert len(loss_cell.trainable_params()) == 1
+    expected = train(TokenMeanLoss(Tied(with_logits=True)))
+    assert_close(train(loss_cell), expected)
+    # The known wrong answer: the gradient of the embedding alone.
+    frozen = TokenMeanLoss(network, head=Parameter(Tensor(WEIGHT, ms.float32), "frozen", requires_grad=False))
+    assert np.abs(train(frozen)[0] - expected[0]).max() > 1e-3
+
+
+class TwoHeads(nn.Cell):
+    """The mean over the tokens of the first head, and a third of the sum of the second one."""
+
+    returns_weight = True
+
+    def __init__(self, network, second):
+        super().__init__()
+        self.network, self.second = network, second
+        self.first_loss = TokenMeanLoss(nn.Identity(), head=network.head, block_tokens=5)
+        self.second_loss = TokenMeanLoss(nn.Identity(), head=second, block_tokens=9)
+
+    def construct(self, hidden, labels, second_labels):
+        hidden = self.network(hidden)
+        loss_sum, tokens = self.first_loss(hidden, labels)
+        return loss_sum + 0.25 * self.second_loss(hidden, second_labels)[0], tokens
+
+
+def test_several_heads_are_losses_of_one_loss_cell(mode):
+    ones, reversed_labels = np.ones_like(TOKEN_WEIGHTS), LABELS[::-1].copy()
+    first, second = by_hand(HIDDEN, LABELS, ones)[1], by_hand(HIDDEN, reversed_labels, ones, bias=False)[1]
+    other = nn.Dense(WIDTH, CLASSES, Tensor(WEIGHT, ms.float32), has_bias=False)
+    step = keeping_step(TwoHeads(Network(), other), 2, check_loss=False)
+    step(*tensors(HIDDEN, LABELS, reversed_labels))
+    expected = [first[1] + 0.25 * second[1], first[2], first[3], 0.25 * second[2]]
+    assert_close(mean_gradients(step), [each / 18 for each in expected])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_several_heads_in_16_bits(level, network_mode):
+    precision = MixedPrecision(ms.float16, level, init_scale=128)
+    other = nn.Dense(WIDTH, CLASSES, Tensor(WEIGHT, ms.float32), has_bias=False)
+    step = keeping_step(TwoHeads(Network(), other), 2, check_loss=False, mixed_precision=precision)
+    step(*tensors(HIDDEN, LABELS, LABELS))
+    ones = np.ones_like(TOKEN_WEIGHTS)
+    first, second = by_hand(HIDDEN, LABELS, ones)[1], by_hand(HIDDEN, LABELS, ones, bias=False)[1]
+    expected = [first[1] + 0.25 * second[1], first[2], first[3], 0.25 * second[2]]
+    found = mean_gradients(step)
+    assert_close(found, [each / 18 for each in expected], 5e-3)
+    # The products are in 16 bits.
+    assert np.abs(found[3] - expected[3] / 18).max() > 1e-6
+
+
+def half_head(network):
+    network.head.to_float(ms.float16)
+    return {}
+
+
+def half_network(network):
+    network.to_float(ms.float16)
+    return {}
+
+
+HALVES = {
+    "head": half_head,
+    "network": half_network,
+    **{
+        level: lambda network, level=level: {"mixed_precision": MixedPrecision(ms.float16, level, init_scale=128)}
+        for level in ("O1", "O2", "O3", "auto")
+    },
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_products_in_16_bits_have_sums_in_32(name, mode, monkeypatch):
+    dtypes = set()
+    logits = BlockwiseCrossEntropy.logits
+
+    def watched(self, part, head, bias):
+        dtypes.update((part.dtype, head.dtype))
+        return logits(self, part, head, bias)
+
+    if mode == ms.PYNATIVE_MODE:
+        monkeypatch.setattr(BlockwiseCrossEntropy, "logits", watched)
+    network = Network()
+    settings = HALVES[name](network)
+    step = keeping_step(loss_cell_of(network, block_tokens=5), 2, check_loss=False, **settings)
+    output = step(*tensors(HIDDEN, LABELS))
+    loss_sum, expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))
+    assert number(output.updated) and output.loss.dtype == ms.float32
+    assert number(output.loss) == pytest.approx(loss_sum / 18, rel=2e-3)
+    found = mean_gradients(step)
+    assert_close(found, [each / 18 for each in expected[1:]], 5e-3)
+    # Float32 would be nearer: the products are in 16 bits.
+    assert np.abs(found[1] - expected[2] / 18).max() > 1e-6
+    if mode == ms.PYNATIVE_MODE:
+        assert dtypes == {ms.float16}
+
+
+def test_the_sums_over_blocks_do_not_overflow_in_float16(mode):
+    # Blocks of 50 tokens of size 100 at equal probabilities: 2500 each, 100000 together, which no float16 holds.
+    network = nn.Dense(1, 2, Tensor(np.zeros((2, 1), np.float32)), has_bias=False).to_float(ms.float16)
+    inputs = np.full((2000, 1), 100, np.float32), np.zeros(2000, np.int32)
+    in_blocks = gradients(TokenMeanLoss(nn.Identity(), head=network, block_tokens=50), *inputs)[1][1]
+    np.testing.assert_allclose(in_blocks, [[-1e5], [1e5]], rtol=1e-3)
+    assert np.isinf(gradients(TokenMeanLoss(network), *inputs)[1][1]).all()
+
+
+def test_evaluation_is_the_same_loss_and_computes_no_more_than_a_block(monkeypatch):
+    shapes = []
+    logits = BlockwiseCrossEntropy.logits
+
+    def watched(*inputs):
+        shapes.append(logits(*inputs).shape)
+        return logits(*inputs)
+
+    monkeypatch.setattr(BlockwiseCrossEntropy, "logits", watched)
+    loss_cell = GradAccumulation(loss_cell_of(Network(), block_tokens=5), 2).set_train(False)
+    loss_sum, tokens = loss_cell(*tensors(HIDDEN, LABELS))
+    assert number(loss_sum) == pytest.approx(by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[0], rel=1e-6)
+    assert number(tokens) == 18 and shapes == [(5, CLASSES)] * 5 + [(3, CLASSES)]
+    # The backward pass computes each of them once more.
+    shapes.clear()
+    gradients(loss_cell.network, HIDDEN, LABELS)
+    assert shapes == ([(5, CLASSES)] * 5 + [(3, CLASSES)]) * 2
+
+
+def test_logits_in_16_bits_have_a_float32_copy_of_one_block(monkeypatch):
+    sizes = set()
+    logits = BlockwiseCrossEntropy.logits
+
+    def watched(*inputs):
+        sizes.add(inputs[1].shape[0])
+        return logits(*inputs)
+
+    monkeypatch.setattr(BlockwiseCrossEntropy, "logits", watched)
+    network = Network(with_logits=True).to_float(ms.float16)
+    gradients(loss_cell_of(network, block_tokens=5), HIDDEN, LABELS)
+    assert sizes == {5, 3}
+
+
+def test_small_losses_are_exact(mode):
+    # A loss of 1e-4, of which the CPU's LogSoftmax would miss a hundredth.
+    logits = np.float32([[9.21, 0], [0, 9.21], [0, 120]])
+    loss_sum, tokens = TokenMeanLoss(nn.Identity())(Tensor(logits), Tensor(np.int32([0, 1, 0])))
+    assert number(loss_sum) - 120 == pytest.approx(2 * np.log1p(np.exp(-9.21)), abs=1e-5)
+    loss_sum, tokens = TokenMeanLoss(nn.Identity())(Tensor(logits[:2]), Tensor(np.int32([0, 1])))
+    assert number(loss_sum) == pytest.approx(2 * np.log1p(np.exp(-9.21)), rel=1e-3)
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+def test_a_label_that_is_no_class_is_an_error(label, mode):
+    """MindSpore's own loss takes -1 for the last class."""
+    labels = LABELS.copy()
+    labels[0, 0] = label
+    with pytest.raises((RuntimeError, ValueError), match="GatherD"):
+        number(loss_cell_of(Network())(*tensors(HIDDEN, labels))[0])
+
+
+def test_the_size_of_a_block():
+    assert blocks_of(10, 5, 4) == ((0, 4), (4, 8), (8, 10))
+    assert blocks_of(10, 5, 10) == blocks_of(10, 5, 99) == ((0, None),)
+    # 32 MiB of float32, and at least 256 tokens.
+    assert [blocks_of(10**6, classes, None)[0] for classes in (1024, 32768, 131072)] == [(0, 8192), (0, 256), (0, 256)]
+
+
+def test_open_lengths_are_one_block(mode):
+    if mode == ms.PYNATIVE_MODE:
+        pytest.skip("op by op, all lengths are known")
+    cell = LossSum(loss_cell_of(Network(), block_tokens=5))
+    cell.set_inputs(Tensor(shape=[None, LENGTH, WIDTH], dtype=ms.float32), Tensor(shape=[None, LENGTH], dtype=ms.int32))
+    for rows in (2, 4):
+        expected = by_hand(HIDDEN[:rows], LABELS[:rows], np.ones((rows, LENGTH)))[0]
+        assert number(cell(*tensors(HIDDEN[:rows], LABELS[:rows]))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_form_of_a_head(mode):
+    expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[0]
+    linear = mint.nn.Linear(WIDTH, CLASSES)
+    linear.weight.set_data(Tensor(WEIGHT, ms.float32))
+    linear.bias.set_data(Tensor(BIAS, ms.float32))
+    dense = Network().head
+    for head in (linear, dense, (dense.weight, dense.bias)):
+        assert number(TokenMeanLoss(nn.Identity(), head=head)(*tensors(HIDDEN, LABELS))[0]) == pytest.approx(expected)
+    expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS), bias=False)[0]
+    found = TokenMeanLoss(nn.Identity(), head=dense.weight)(*tensors(HIDDEN, LABELS))[0]
+    assert number(found) == pytest.approx(expected)
+
+
+CELL = "a cell as 'head' must be an nn.Dense or a mint.nn.Linear without an activation, but got"
+GIVE = "If it multiplies by the transposed weight, give head=(weight, bias)."
+ARGUMENT = "the argument 'head' must be a linear layer, its weight, or a tuple of weight and bias, but got"
+EXAMPLE = "For example head=network.head."
+SHAPE = "the weight of 'head' must have the shape (classes, width), and its bias (classes,), but got"
+LEAVE = "Leave the loss without a head, and let the backbone return logits."
+HEADS = [
+    (TypeError, lambda: nn.Conv1d(2, 2, 1), f"{CELL} Conv1d. {GIVE}"),
+    (TypeError, lambda: nn.Dense(2, 2, activation="relu"), f"{CELL} Dense. {GIVE}"),
+    (TypeError, lambda: 3, f"{ARGUMENT} 3 of type int. {EXAMPLE}"),
+    (ValueError, lambda: Parameter(ops.ones((2, 3, 4), ms.float32)), f"{SHAPE} (2, 3, 4). {LEAVE}"),
+    (
+        ValueError,
+        lambda: (Parameter(ops.ones((2, 3), ms.float32)), Parameter(ops.ones((3,), ms.float32))),
+        f"{SHAPE} (2, 3), (3,). {LEAVE}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "head", "text"), HEADS)
+def test_a_head_that_is_none(error, head, text):
+    with raises(error, f"For 'TokenMeanLoss', {text}"):
+        TokenMeanLoss(nn.Identity(), head=head())
+
+
+def test_other_wrong_arguments():
+    rule = "For 'TokenMeanLoss', the argument 'label_smoothing' must be below 1, but got 1."
+    with raises(ValueError, f"{rule} It is the share of the label that all classes have."):
+        TokenMeanLoss(nn.Identity(), label_smoothing=1)
+    for name, value in (("block_tokens", 0), ("z_loss", -1.0), ("label_smoothing", -0.1), ("logit_softcap", 0.0)):
+        with pytest.raises(ValueError, match=f"For 'TokenMeanLoss', the argument '{name}' must be"):
+            TokenMeanLoss(nn.Identity(), **{name: value})
+
+
+def test_hidden_states_and_weights_that_do_not_fit():
+    network = Network()
+    text = (
+        "For 'TokenMeanLoss', the backbone must return hidden states of the width 6 of its head, but got 11. Give the "
+        "part of the network before the head."
+    )
+    with raises(ValueError, text):
+        TokenMeanLoss(Network(with_logits=True), head=network.head)(*tensors(HIDDEN, LABELS))
+    text = (
+        "For 'TokenMeanLoss', the token weights, its last input, must have the shape of the labels, but got (4,) for "
+        "labels of shape (4, 7). Give one weight per label."
+    )
+    with raises(ValueError, text):
+        loss_cell_of(network, token_weights=True)(*tensors(HIDDEN, LABELS, TOKEN_WEIGHTS[:, 0]))
+
+
+def test_a_step_trains_all_parameters_of_body_and_head():
+    network = Network()
+    before = [parameter.asnumpy().copy() for parameter in network.trainable_params()]
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepCell(GradAccumulation(loss_cell_of(network), 2), optimizer)
+    step(*tensors(HIDDEN, LABELS))
+    assert all(np.any(one != other.asnumpy()) for one, other in zip(before, network.trainable_params()))
