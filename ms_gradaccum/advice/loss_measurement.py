@@ -126,7 +126,7 @@ class LossMeasurement:
     @property
     def is_first_windows(self) -> bool:
         """True before the second window has begun."""
-        return self.is_on and self.windows < 2
+        return self.windows < 2
 
     @property
     def is_due(self) -> bool:
@@ -302,6 +302,10 @@ class LossMeasurement:
         if error <= self._tolerance(losses) or not math.isfinite(losses[0].value):
             self.is_exact = is_known
             return ""
+        if not runs_eagerly(self.compiles):
+            # The program may have changed the network since a graph was compiled: graphs of now are compared.
+            self.passes.clear()
+            losses[0] = passes.loss(both)
         again = [passes.loss(a), passes.loss(a)]
         noise = _relative(again[0].value - again[1].value, losses)
         if noise > self._tolerance(losses):

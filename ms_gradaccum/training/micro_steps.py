@@ -124,10 +124,12 @@ class MicroSteps:
         if is_last and self.reducers[0].accumulates:
             last = self._micro_step(structure, micro_batches, eager, kind._replace(is_last=True))
         self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
-        if self.measurement.is_first_windows and is_first:
+        is_measured = self.measurement.is_on
+        if is_measured and is_first and self.measurement.is_first_windows:
             measured = self.measurement.rows_of(inputs, micro_batches, structure, weight)
             self.measurement.begin_window(measured, self._program(step, batch_rows))
-        self.measurement.before_batch()
+        if is_measured:
+            self.measurement.before_batch()
         if weight is not None:
             self.rows = weight
             start = start if start == "sum" else "mean"  # The share of the only micro batch, also for 0 / 0.
@@ -135,7 +137,7 @@ class MicroSteps:
         else:
             parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
         outputs = self._run_all([step] * (count - 1) + [last], parts, inputs)
-        if self.measurement.is_due and weight != 0.0:
+        if is_measured and weight != 0.0 and self.measurement.is_due:
             measured = self.measurement.rows_of(inputs, micro_batches, structure, weight)
             self.measurement.after_batch(measured, outputs, self.events.updates + self.events.skipped_updates)
         return outputs

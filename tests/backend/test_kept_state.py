@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum.backend import kept_state
-from ms_gradaccum.backend.kept_state import Changes, KeptTensors, _fingerprint, few_elements
+from ms_gradaccum.backend.kept_state import KeptState, KeptTensors, _fingerprint, few_elements
 
 SHAPES = st.sampled_from([(), (1,), (7,), (3, 5), (4096 * 8 + 3,), (2, 0)])
 KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
@@ -53,7 +53,7 @@ def test_what_has_no_copy_is_named():
     weight = Parameter(Tensor([0.0]), "weight")
     kept = KeptTensors([weight], lambda tensor: False)
     weight.set_data(Tensor([1.0]))
-    with pytest.raises(RuntimeError, match="it changes 'weight' out of training alone, which stays changed"):
+    with pytest.raises(RuntimeError, match="a pass out of training has changed 'weight', which stays changed"):
         kept.put_back()
 
 
@@ -70,10 +70,10 @@ class Attending(nn.Cell):
 def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
     """MultiheadAttention notes whether its inputs are the same tensor."""
     network = Attending()
-    before, changes = dict(vars(network.attention)), Changes(network)
+    before, state = dict(vars(network.attention)), KeptState(network)
     network(ops.ones((2, 3, 4)))
     assert any(before[name] is not value for name, value in vars(network.attention).items())
-    assert changes.find() == [] and changes.names() == ["'Attending.calls'"]
+    assert state.tensors.changed() == [] and state.changed_names() == ["'Attending.calls'"]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (9, 2), (127,), (30, 100), (2, 0)])

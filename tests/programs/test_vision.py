@@ -149,9 +149,9 @@ PROGRAMS = {
     "ResNet, moving averages": Program(classified(lambda: Residual(frozen_norm)), momentum, images()),
     "ViT": Program(classified(ViT), momentum, images()),
     "FCN": Program(lambda: nn.WithLossCell(FCN(), nn.CrossEntropyLoss()), momentum, images((SIZE, SIZE)), rtol=5e-5),
-    "SSD": Program(lambda: SSD(True), momentum, anchors, nature="something else"),
+    "SSD": Program(lambda: SSD(True), momentum, anchors, nature="is not the mean"),
     "SSD, weighted": Program(lambda: SSD(False), momentum, anchors, whole=MeanOfSSD, settings={"weighted": True}),
-    "CLIP": Program(CLIP, momentum, images(), nature="rows meet"),
+    "CLIP": Program(CLIP, momentum, images(), nature="is not the mean"),
 }
 
 

@@ -65,7 +65,9 @@ def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
 def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
     network = line()
     train = CALLED[called](SumLoss(network), sgd(network), *BATCH)
-    with pytest.warns(UserWarning, match=re.escape(f"For '{called}', the loss should be a mean over rows, but")):
+    with pytest.warns(
+        UserWarning, match=re.escape(f"For '{called}', the loss of two micro batches together is not the mean")
+    ):
         train()
 
 
