@@ -41,7 +41,7 @@ SMALL_SIZE = 2**16
 # A tensor that the forward pass moves is moved back by so many times as far, to see whether the loss reads it.
 FAR_BACK = 100.0
 _OWNER = "GradAccumulation"
-_HIDE = "check_loss=False leaves this out."
+HIDE = "check_loss=False leaves this out."
 _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
 
 # Cells that draw random numbers or take statistics of the batch only in training. nn.BatchNorm3d has one inside.
@@ -49,7 +49,8 @@ BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
 )
-IN_TRAINING_ONLY = (*BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+IN_TRAINING_ONLY = (*BATCH_NORMS, *DROPOUTS)
 
 AddMicroBatch = Callable[[Rows], object]  # Adds the gradients of rows to the buffers.
 
@@ -81,7 +82,7 @@ def not_measured(
     reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch."
 ) -> str:
     """Return the sentence for a loss of which nothing is known."""
-    return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {remedy} {_HIDE}"
+    return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {remedy} {HIDE}"
 
 
 class LossMeasurement:
@@ -237,7 +238,7 @@ class LossMeasurement:
             warn(
                 self.network.headed(
                     f"For '{_OWNER}', the batches of a window have different lengths ({shapes}), and each counts by "
-                    f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {_HIDE}"
+                    f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {HIDE}"
                 )
             )
         return ""
