@@ -27,6 +27,8 @@ TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 GRADIENT_TOLERANCE = 1e-3
 # All losses that are multiples of a number have been rounded to it, and to some more in the operators before.
 NUM_QUANTA = 16
+# Losses of whole numbers have such a divisor, too, so that rounding explains no more than this.
+MAX_OF_QUANTA = 2.0**-3
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
@@ -386,7 +388,7 @@ class LossMeasurement:
         values = np.array([each.value for each in losses])
         quantum = _quantum(values)
         of_quanta = NUM_QUANTA * quantum / np.abs(values).max() if quantum else 0.0
-        return max(TOLERANCES[self.dtype], float(of_quanta))
+        return max(TOLERANCES[self.dtype], min(float(of_quanta), MAX_OF_QUANTA))
 
     def _sentence(self, error: float) -> str:
         if self.network.weighted:
