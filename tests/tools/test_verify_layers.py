@@ -6,7 +6,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from verify_probe import LOSS, UNKNOWN, assert_causes, batch, differing
 
-from ms_gradaccum import verify
+from ms_gradaccum import GradCacheLoss, verify
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(8, 2)).astype(np.float32)
@@ -57,6 +57,32 @@ def test_batch_norm_and_its_moving_averages(mode):
 
 def test_batch_norm_whose_averages_stay_is_told_by_its_gradient(eager):
     assert_causes(verify(Network(nn.BatchNorm1d(2, momentum=1.0)), batch(X, Y), 2), BATCH_NORM)
+
+
+def test_batch_norm_of_the_whole_batch_in_one_part_is_no_cause(eager):
+    network = Network(nn.BatchNorm1d(2))
+
+    class Doubled(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.network = network
+
+        def construct(self, x, y):
+            return self.network(x, y) * 2
+
+    assert_causes(verify(network, batch(X, Y), 1, reference=Doubled()), "network differs from reference")
+
+
+class Pairs(nn.Cell):
+    """The loss of each row and all others, which a GradCacheLoss has of the whole batch."""
+
+    def construct(self, x):
+        return ops.square(ops.matmul(x, x.T)).mean()
+
+
+def test_a_grad_cache_loss_is_not_measured(eager):
+    encoder = nn.SequentialCell(nn.Dense(2, 2), nn.BatchNorm1d(2))
+    assert_causes(verify(GradCacheLoss(encoder, Pairs()), batch(X), 2), "BatchNorm (")
 
 
 def test_frozen_batch_norm_is_equal(monkeypatch):
