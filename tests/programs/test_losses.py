@@ -167,7 +167,7 @@ PROGRAMS = {
     ),
     "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
     "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
-    "sum by hand": Program(HandWrittenSum, named="adds up its rows"),
+    "sum by hand": Program(HandWrittenSum, named="a term is a sum"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
     "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
     "several losses": Program(Two, named="all losses|several losses", names_whole=True),

@@ -151,7 +151,7 @@ PROGRAMS = {
     "FCN": Program(lambda: nn.WithLossCell(FCN(), nn.CrossEntropyLoss()), momentum, images((SIZE, SIZE)), rtol=5e-5),
     "SSD": Program(lambda: SSD(True), momentum, anchors, nature="something else"),
     "SSD, weighted": Program(lambda: SSD(False), momentum, anchors, whole=MeanOfSSD, settings={"weighted": True}),
-    "CLIP": Program(CLIP, momentum, images(), nature="rows meet"),
+    "CLIP": Program(CLIP, momentum, images(), nature="rows interact"),
 }
 
 
