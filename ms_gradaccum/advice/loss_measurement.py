@@ -27,6 +27,8 @@ TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 GRADIENT_TOLERANCE = 1e-3
 # All losses that are multiples of a number have been rounded to it, and to some more in the operators before.
 NUM_QUANTA = 16
+# Losses of whole numbers have such a divisor, too, so that rounding explains no more than this.
+MAX_OF_QUANTA = 2.0**-3
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
@@ -41,7 +43,7 @@ SMALL_SIZE = 2**16
 # A tensor that the forward pass moves is moved back by so many times as far, to see whether the loss reads it.
 FAR_BACK = 100.0
 _OWNER = "GradAccumulation"
-_HIDE = "check_loss=False leaves this out."
+HIDE = "check_loss=False leaves this out."
 _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
 
 # Cells that draw random numbers or take statistics of the batch only in training. nn.BatchNorm3d has one inside.
@@ -49,7 +51,8 @@ BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
 )
-IN_TRAINING_ONLY = (*BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+IN_TRAINING_ONLY = (*BATCH_NORMS, *DROPOUTS)
 
 AddMicroBatch = Callable[[Rows], object]  # Adds the gradients of rows to the buffers.
 
@@ -81,7 +84,7 @@ def not_measured(
     reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch."
 ) -> str:
     """Return the sentence for a loss of which nothing is known."""
-    ways_out = f"{remedy} {_HIDE}".strip()
+    ways_out = f"{remedy} {HIDE}".strip()
     return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {ways_out}"
 
 
@@ -107,6 +110,7 @@ class LossMeasurement:
         self.moved: list[Tensor] = []
         self.passes: dict[Hashable, Eager | Compiled] = {}
         self.watch = _Watch(network.network, parameters)
+        self.is_batch_due = False
         # The windows that have begun, and the last batch of the first one.
         self.windows = 0
         self.last: Rows | None = None
@@ -119,8 +123,9 @@ class LossMeasurement:
         self.batches += 1
         if self.before is None:
             self.state = None  # A batch that was due may have failed.
-        is_due = self.batches & (self.batches - 1) == 0 or self.watch.is_due()
-        if is_due and self.before is None:
+        has_changed = self.watch.is_due()
+        self.is_batch_due = has_changed or self.batches & (self.batches - 1) == 0
+        if self.is_batch_due and self.before is None:
             self._guarded(self._begin)
 
     @property
@@ -198,7 +203,9 @@ class LossMeasurement:
             self.moved += [each for each in self._moved_in(state) if each.size > SMALL_SIZE]
         if len(batch.parts) > 1:
             self.state = self.before = None
-            text = self._finding(state, *_two_that_differ(batch, self.batches.bit_length() - 1))
+            text = ""
+            for pair in self._pairs_of(batch):
+                text = text or self._finding(state, *pair)
         elif before is None:
             self.before = batch  # The next batch is joined with it.
             text = ""
@@ -212,8 +219,18 @@ class LossMeasurement:
             if a.structure != b.structure:  # Python values among the inputs differ: both get those of the second.
                 losses = None, None
             text = self._finding(state, a, b, *losses)
+            if self.is_batch_due:
+                self.before = batch
+                self._begin()
         if text:
             self._tell(text)
+
+    def _pairs_of(self, batch: Batch) -> list[Any]:
+        """Return pairs of micro batches: of the first batches the two that differ most, then others in turn."""
+        pairs = _pairs_that_differ(batch)
+        if self.batches <= 2:
+            return pairs[:2]
+        return [pairs[self.batches % len(pairs)]]
 
     def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
@@ -243,7 +260,7 @@ class LossMeasurement:
             warn(
                 self.network.headed(
                     f"For '{_OWNER}', the batches of a window have different lengths ({shapes}), and each counts by "
-                    f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {_HIDE}"
+                    f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {HIDE}"
                 )
             )
         return ""
@@ -396,7 +413,7 @@ class LossMeasurement:
         values = np.array([each.value for each in losses])
         quantum = _quantum(values)
         of_quanta = NUM_QUANTA * quantum / np.abs(values).max() if quantum else 0.0
-        return max(TOLERANCES[self.dtype], float(of_quanta))
+        return max(TOLERANCES[self.dtype], min(float(of_quanta), MAX_OF_QUANTA))
 
     def _sentence(self, error: float) -> str:
         if self.network.weighted:
@@ -576,13 +593,14 @@ def acts_otherwise_in_training(cell: nn.Cell) -> bool:
     return bool(cell.training and getattr(cell, "p", None) != 0)
 
 
-def _two_that_differ(batch: Batch, number: int) -> tuple[Rows, Rows, Loss | None, Loss | None]:
-    """Return two micro batches and their losses: the smallest and the largest, then with ``number`` those between."""
+def _pairs_that_differ(batch: Batch) -> list[tuple[Rows, Rows, Loss | None, Loss | None]]:
+    """Return pairs that each micro batch is in, with their losses: the smallest and the largest, then those between."""
     means = [math.nan if each is None else each.value / (each.weight or 1.0) for each in batch.losses]
     order = np.argsort(means, kind="stable").tolist()
-    place = number % (len(order) // 2)
-    low, high = order[place], order[-1 - place]
-    return batch.parts[low], batch.parts[high], batch.losses[low], batch.losses[high]
+    places = [(order[i], order[-1 - i]) for i in range(len(order) // 2)]
+    if len(order) % 2:
+        places.append((order[len(order) // 2], order[-1]))
+    return [(batch.parts[a], batch.parts[b], batch.losses[a], batch.losses[b]) for a, b in places]
 
 
 def _lowest_dtype(parameters: Sequence[Parameter], half: bool) -> ms.Type:

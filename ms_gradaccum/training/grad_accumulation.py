@@ -26,7 +26,7 @@ from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
-from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
+from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, MeanWeight, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
@@ -171,11 +171,6 @@ class GradAccumulation(Settled, nn.Cell):
         other = type(self)(network, self.micro_size, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses)
         other.owner = self.owner
         return other
-
-    def without_split(self, place: int, inputs: tuple[object, ...]) -> "GradAccumulation":
-        """Return a copy of this cell that passes one of the inputs whole to each micro batch."""
-        axes = spread_axes(self.batch_axis, inputs)
-        return self.around(self.network, (*axes[:place], None, *axes[place + 1 :]))
 
     def name_of_input(self, place: int) -> str:
         """Return the name of an input: the name of the network's argument, if there is one."""

@@ -111,7 +111,8 @@ class Window:
         try:
             if self.watch.is_on:
                 self.watch.begin_batch()
-            outputs = self.micro_steps.run(args, kwargs, is_last, weight, not self.is_open)
+            is_first = self.micro_steps.measurement.is_on and not self.is_open
+            outputs = self.micro_steps.run(args, kwargs, is_last, weight, is_first)
             if self.watch.is_on:
                 self.watch.end_batch(is_last)
         except BaseException as error:

@@ -495,6 +495,14 @@ def test_rounding_is_no_finding(function, network_mode):
     assert said_of(Of(function), Tensor(X), Tensor(Y), batches=8) == []
 
 
+def test_a_sum_of_whole_numbers_is_no_rounding(eager):
+    # The losses of the first batch are multiples of 4, for which 16 quanta would be more than a half of them.
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    network = nn.WithLossCell(nn.Dense(2, 1, weight_init="ones", bias_init="ones"), nn.MSELoss(reduction="sum"))
+    (said,) = said_of(network, Tensor(x), Tensor(x[:, :1]), batches=1)
+    assert "is not the mean of their losses (50 % apart)" in said
+
+
 def test_a_network_with_a_fixed_number_of_rows_is_said_to_have_one(eager):
     def fixed(cell, x, y):
         return (cell.net(x).reshape(4, 3) - y).square().mean()

@@ -2,9 +2,10 @@
 
 from mindspore import Tensor
 
-_BEGIN = "The loss should be a mean over rows, but"
-SUM, TOKENS = f"{_BEGIN} it adds up its rows", f"{_BEGIN} it is a mean over something else"
-ROWS = f"{_BEGIN} its rows meet"
+# The sentences of the measurement, for a mean and for sums with weights.
+LOSS = "The loss of two micro batches together is not the mean"
+PAIRS = "The sums and weights of two micro batches do not add up"
+UNKNOWN = "No cause was found"
 
 
 def batch(*arrays):

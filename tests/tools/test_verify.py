@@ -10,7 +10,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.generator import default_generator
 from refusal import AXIS, raises, typed
-from verify_probe import SUM, assert_causes
+from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, VerifyReport, verify
 from ms_gradaccum.tools.verification.experiment import Run, misfits
@@ -95,13 +95,13 @@ def test_16_bits_are_rounded_more(eager):
     assert (report.equal, report.rtol) == (True, 2e-2)
     assert report.parameters[0].relative_difference > 1e-4  # otherwise the test proves nothing
     report = verify(Line("sum").to_float(ms.float16), batch(), 4)
-    assert_causes(report, SUM)
+    assert_causes(report, LOSS)
     assert report.rtol == 2e-2
 
 
 def test_a_gradient_that_is_rounding_alone_does_not_differ():
     def run(*grads):
-        return Run(1.0, 8.0, [np.float32([grad]) for grad in grads], {})
+        return Run(1.0, [np.float32([grad]) for grad in grads], {})
 
     assert max(misfits(run(1.0, 1e-9), run(1.0, 3e-9))) < 1e-6
     assert max(misfits(run(1e-9), run(3e-9))) > 0.5  # Nothing larger that it could be the rounding of.
@@ -132,8 +132,9 @@ bias       gradient           {}      0.75            0.25
 2 of 2 differ (rtol 0.0001). Micro batches of 2, 2, 2, 2 rows.
 Loss: {} in the window, {} in the whole batch.
 Probable cause:
-- The loss should be a mean over rows, but it adds up its rows, so that 4 micro batches give 0.25 of \
-the gradient. Give it reduction='mean', or return (loss_sum, weight) with weighted=True."""
+- The loss of two micro batches together is not the mean of their losses (50 % apart): rows interact, a term is a sum, \
+or the mean is over something else than rows (tokens, boxes, class weights). See "Losses and their ways out" on \
+docs/concepts.md."""
 
 
 def test_a_report_is_a_table_with_the_worst_first_and_the_causes_below(eager):

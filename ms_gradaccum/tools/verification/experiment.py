@@ -1,10 +1,8 @@
-"""Runs of a window, of the whole batch and of its parts, each from the same start, and their differences."""
+"""Runs of a window and of the whole batch, each from the same start, and their differences."""
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,17 +32,8 @@ class Run(NamedTuple):
     """The results of one window or one batch."""
 
     loss: float
-    weight: float  # The number that the loss is a mean over: rows, or what the network counts.
     grads: list[Array]  # The mean gradient, one array per trainable parameter.
     state: dict[int, Array]  # The parameters that the run has changed, by their indices in the network.
-
-
-def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
-    """Return the sum of the runs, each times its factor, in float64."""
-    loss = math.fsum(factor * run.loss for factor, run in zip(factors, runs))
-    parts = zip(*(run.grads for run in runs))
-    grads = [sum(factor * grad.astype(np.float64) for factor, grad in zip(factors, each)) for each in parts]
-    return Run(loss, math.fsum(run.weight for run in runs), grads, {})
 
 
 def norm(run: Run) -> float:
@@ -60,19 +49,17 @@ def is_finite(run: Run) -> bool:
     return math.isfinite(run.loss) and all(np.isfinite(grad).all() for grad in run.grads)
 
 
-def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of the gradients' difference, relative to a scale of these and ``others``."""
-    runs = (a, b, *others)
-    floor = _SMALLEST_SHARE * max(map(norm, runs))
+def misfits(a: Run, b: Run) -> list[float]:
+    """Return, per parameter, the norm of the gradients' difference, relative to the larger of the gradients."""
+    floor = _SMALLEST_SHARE * max(norm(a), norm(b))
     with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
-        each = zip(*(run.grads for run in runs))
-        return [relative(norm_of(grads[0] - grads[1]), max(floor, *map(norm_of, grads))) for grads in each]
+        return [relative(norm_of(x - y), max(floor, norm_of(x), norm_of(y))) for x, y in zip(a.grads, b.grads)]
 
 
-def misfit(a: Run, b: Run, *others: Run) -> float:
+def misfit(a: Run, b: Run) -> float:
     """Return the largest relative difference of two runs, over all parameters and the loss."""
-    loss_scale = max(abs(run.loss) for run in (a, b, *others))
-    return max(*misfits(a, b, *others), relative(abs(a.loss - b.loss), loss_scale))
+    of_loss = relative(abs(a.loss - b.loss), max(abs(a.loss), abs(b.loss)))
+    return max(*misfits(a, b), of_loss)
 
 
 def relative(difference: float, scale: float) -> float:
@@ -115,7 +102,7 @@ class Start(KeptState):
 
 @dataclass
 class Experiment:
-    """One batch of one network: runs of its window, and of any of its rows in one piece, from the same start."""
+    """One batch of one network: runs of its window, and of the whole batch in one piece, from the same start."""
 
     network: GradAccumulation
     inputs: tuple[Any, ...]
@@ -128,16 +115,15 @@ class Experiment:
         self.parameters = ParameterTuple(self.network.trainable_params())
         self.split = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
         self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
-        self.bounds = [0, *accumulate(self.rows)]
         self.batch = Rows.of(self.inputs, self.network.batch_axis)
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
-        # The report replaces the warnings about the network and the split.
-        self.micro_steps.has_begun = self.micro_steps.has_split = True
+        # The report replaces the warnings about the network.
+        self.micro_steps.has_begun = True
         self.micro_steps.hooks = sys.maxsize
-        # The steps of the reference (True) and of the network (False). Each shape has its own graph.
+        # The steps of the reference (True) and of the network (False).
         self._whole_steps: dict[bool, Eager | Compiled] = {}
 
     def window(self) -> Run:
@@ -147,14 +133,14 @@ class Experiment:
         buffer.clear()
         self.micro_steps.run(self.inputs, {})
         inverse = buffer.reciprocal_weight()
-        factor, loss, weight = map(float, (inverse, buffer.loss * inverse, buffer.weight))
-        grads = [(total.asnumpy() * np.float32(factor)).astype(np.float32) for total in buffer.sums]
-        return Run(loss, weight, grads, self.start.changed())
+        factor = np.float32(float(inverse))
+        grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
+        return Run(float(buffer.loss * inverse), grads, self.start.changed())
 
-    def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
-        """Run the whole batch, or some of its rows, in one piece, compiled or op by op as in training."""
+    def whole(self, *, by_reference: bool = False, same_random: bool = True) -> Run:
+        """Run the whole batch in one piece, compiled or op by op as in training."""
         self.start.begin(self.frozen, same_random)
-        batch = self.batch if rows is None else self.batch.take(rows)
+        batch = self.batch
         network, steps = self.network, self._whole_steps
         if by_reference not in steps:
             loss = network.whole_loss_of(batch.structure)
@@ -165,13 +151,9 @@ class Experiment:
                 steps[by_reference] = Eager(cell, True)
             else:
                 steps[by_reference] = Compiled(lambda: cell, _OWNER, "the network", code, needs_fixed=True)
-        loss, weight, grads = steps[by_reference](*batch.tensors)
-        weight = weight if network.weighted and not by_reference else batch.size
+        loss, _, grads = steps[by_reference](*batch.tensors)
         arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
-        return Run(float(loss), float(weight), arrays, self.start.changed())
-
-    def micro_batch(self, index: int) -> Run:
-        return self.whole(range(*self.bounds[index : index + 2]))
+        return Run(float(loss), arrays, self.start.changed())
 
     def measure(self) -> str:
         """Return the sentence of training's measurement of the loss, or an empty string."""
