@@ -118,15 +118,8 @@ class LossMeasurement:
 
     def before_batch(self) -> None:
         """Prepare the measurement of the next batch if it is due."""
-        if not self.is_on:
-            return
-        self.batches += 1
-        if self.before is None:
-            self.state = None  # A batch that was due may have failed.
-        has_changed = self.watch.is_due()
-        self.is_batch_due = has_changed or self.batches & (self.batches - 1) == 0
-        if self.is_batch_due and self.before is None:
-            self._guarded(self._begin)
+        if self.is_on:
+            self._guarded(self._prepare)
 
     @property
     def is_first_windows(self) -> bool:
@@ -142,9 +135,7 @@ class LossMeasurement:
         """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
         self.last = parts[-1] if self.windows < 2 else None
         if self.state is not None:
-            known: list[Loss | None] = [self._known(*pair) for pair in zip(parts, outputs)]
-            known += [None] * (len(parts) - len(known))
-            self._guarded(lambda: self._measure(Batch(parts, known, updates)))
+            self._guarded(lambda: self._measure(self._batch_of(parts, outputs, updates)))
 
     def rows_of(
         self,
@@ -173,6 +164,15 @@ class LossMeasurement:
         self.passes.clear()
         warn(self.network.headed(text))
 
+    def _prepare(self) -> None:
+        self.batches += 1
+        if self.before is None:
+            self.state = None  # A batch that was due may have failed.
+        has_changed = self.watch.is_due()
+        self.is_batch_due = has_changed or self.batches & (self.batches - 1) == 0
+        if self.is_batch_due and self.before is None:
+            self._begin()
+
     def _begin(self) -> None:
         if self.several and NetworkCode(self.network.network).communicates():
             self._tell(not_measured("its forward pass communicates with other processes"))
@@ -187,6 +187,11 @@ class LossMeasurement:
     def _is_copied(self, tensor: Tensor) -> bool:
         """Return whether to copy a tensor. Copies of all that the forward pass leaves as it is would be large."""
         return tensor.size <= SMALL_SIZE or any(tensor is each for each in self.moved)
+
+    def _batch_of(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> Batch:
+        known: list[Loss | None] = [self._known(*pair) for pair in zip(parts, outputs)]
+        known += [None] * (len(parts) - len(known))
+        return Batch(parts, known, updates)
 
     def _known(self, rows: Rows, outputs: Sequence[Tensor]) -> Loss:
         value, weight = float(outputs[0].asnumpy()), float(outputs[1].asnumpy())
@@ -246,7 +251,7 @@ class LossMeasurement:
         try:
             both = a.joined(b)
         except RowsDiffer as error:
-            return self._of_other_shapes(f"{error}")
+            return self._of_other_shapes(f"{error}", a.weight == a.size)
         with kept(self.network.network, self._is_copied) as now:
             passes = _Passes(self, now)
             found = self._of_state(passes, state, b)
@@ -254,8 +259,8 @@ class LossMeasurement:
                 found = self._of_joined(passes, a, b, both, loss_a, loss_b)
             return found
 
-    def _of_other_shapes(self, shapes: str) -> str:
-        if not self.has_told_shapes and not self.network.weighted and shapes:
+    def _of_other_shapes(self, shapes: str, counts_rows: bool) -> str:
+        if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
             self.has_told_shapes = True
             warn(
                 self.network.headed(
