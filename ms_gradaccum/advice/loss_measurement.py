@@ -235,7 +235,7 @@ class LossMeasurement:
         pairs = _pairs_that_differ(batch)
         if self.batches <= 2:
             return pairs[:2]
-        return [pairs[self.batches % len(pairs)]]
+        return [pairs[self.batches.bit_length() % len(pairs)]]
 
     def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
@@ -483,25 +483,30 @@ class LossMeasurement:
         if max(GRADIENT_TOLERANCE, NUM_DEVIATIONS * noise) < error < math.inf:
             self._tell(
                 f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-                f"({_percent(error)} apart), although their losses fit: rows interact in the backward pass, or a term "
-                f"does not show in the loss. {_PAGE}"
+                f"({_percent(error)} apart): rows interact, also in the backward pass, or a term does not show in the "
+                f"loss. {_PAGE}"
             )
 
 
 def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
-    """Let the error of a micro batch begin with the reason if the network takes the whole batch."""
-    rows = Rows.of(inputs, network.batch_axis)
-    try:
-        with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
-            loss = network.loss_of(rows.structure)
-            Eager(loss, False)(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
-    except Exception:
-        return
-    text = (
-        f"For '{_OWNER}', the network takes the {rows.size} rows of the batch, but not the {size} rows of a micro "
-        f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
-    )
-    error.args = (f"{network.headed(text)}\n{error}", *error.args[1:])
+    """Let the error of a micro batch begin with the reason if the network takes the whole batch alone."""
+    batch = Rows.of(inputs, network.batch_axis)
+    loss = Eager(network.loss_of(batch.structure), False)
+
+    def takes(rows: Rows) -> bool:
+        try:
+            with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+                loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
+        except Exception:
+            return False
+        return True
+
+    if takes(batch) and not takes(batch.take(range(size))):
+        text = (
+            f"For '{_OWNER}', the network takes the {batch.size} rows of the batch, but not the {size} rows of a micro "
+            f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+        )
+        error.args = (f"{network.headed(text)}\n{error}", *error.args[1:])
 
 
 class _Passes:

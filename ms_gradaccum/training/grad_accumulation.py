@@ -48,6 +48,7 @@ _OTHER_STEP = (
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
+_WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
 Weighted = bool | Literal["mean"]
 
 
@@ -320,12 +321,17 @@ def _check_inside(network: nn.Cell) -> None:
         require(not is_inside, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
 
 
+def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
+    """Return ``weighted`` if it is a bool or ``"mean"``."""
+    if not isinstance(weighted, bool):
+        check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
+        require(weighted == "mean", owner, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+    return weighted
+
+
 def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     """Return what the network returns, by the argument `weighted` and by what the network says of itself."""
-    if not isinstance(weighted, bool):
-        remedy = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
-        check_type(_OWNER, "weighted", weighted, str, "a bool or 'mean'", remedy)
-        require(weighted == "mean", _OWNER, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+    weighted = check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
     if weighted and returned and weighted != returned:
         rule, remedy = f"{returned!r}, which the network says of itself", "Leave it out."
         raise ValueError(argument_error(_OWNER, "weighted", rule, repr(weighted), remedy))

@@ -187,7 +187,8 @@ class Window:
                 measured = self._skipped(measured)
                 for reducer in self.reducers:
                     reducer.buffer.clear()
-            self.reshard()
+            if self.comes_reduced:
+                self.reshard()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
             if self.loss_scale.searches:

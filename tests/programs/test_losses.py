@@ -146,31 +146,33 @@ class CalledWithWeights(Called):
 PROGRAMS = {
     "mean cross-entropy": Program(classifier(), batches=labelled),
     "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
-    "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="is not the mean"),
+    "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="is not the (mean|sum)"),
     "ignore_index, rows of padding": Program(
-        classifier(ignore_index=-100), batches=with_padding, named="is not the mean"
+        classifier(ignore_index=-100), batches=with_padding, named="is not the (mean|sum)"
     ),
     "ignore_index, from a later batch on": Program(
-        classifier(ignore_index=-100), batches=ignored_later, named="is not the mean"
+        classifier(ignore_index=-100), batches=ignored_later, named="is not the (mean|sum)"
     ),
-    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="is not the mean"),
+    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="is not the (mean|sum)"),
     "cross_entropy() without such labels": Program(Called, batches=labelled),
-    "cross_entropy() with class weights": Program(CalledWithWeights, batches=labelled, named="is not the mean"),
-    "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="is not the mean"),
+    "cross_entropy() with class weights": Program(CalledWithWeights, batches=labelled, named="is not the (mean|sum)"),
+    "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="is not the (mean|sum)"),
     "class weights of a loss of one's own": Program(
-        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth(CLASS_WEIGHTS)), batches=labelled, named="is not the mean"
+        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth(CLASS_WEIGHTS)),
+        batches=labelled,
+        named="is not the (mean|sum)",
     ),
     "a loss of one's own without them": Program(
         lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth()), batches=labelled
     ),
     "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
     "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
-    "sum by hand": Program(HandWrittenSum, named="is not the mean"),
+    "sum by hand": Program(HandWrittenSum, named="is not the (mean|sum)"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
     "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
     "several losses": Program(Two, named="all losses|several losses", names_whole=True),
     "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
-    "mean over matches": Program(lambda: OfPositives(True), batches=boxes, named="is not the mean"),
+    "mean over matches": Program(lambda: OfPositives(True), batches=boxes, named="is not the (mean|sum)"),
     "mean over matches, weighted": Program(
         lambda: OfPositives(False), batches=boxes, whole=MeanOfPair, settings={"weighted": True}
     ),

@@ -36,13 +36,19 @@ def by_step(cell, optimizer, *batch):
 
 def by_loop(cell, optimizer, *batch):
     accumulator = Accumulator(cell, optimizer, 2)
-    return lambda: accumulator.backward(*batch)
+
+    def train():
+        with accumulator.accumulate():
+            accumulator.backward(*batch)
+            accumulator.step()
+
+    return train
 
 
 def by_model(cell, optimizer, *batch):
     model = Model(cell, optimizer=optimizer, accumulation_steps=2)
-    data = NumpySlicesDataset(tuple(each.asnumpy() for each in batch), shuffle=False).batch(8)
-    return lambda: model.train(1, data)
+    arrays = tuple(each.asnumpy() for each in batch)
+    return lambda: model.train(1, NumpySlicesDataset(arrays, shuffle=False).batch(4), dataset_sink_mode=False)
 
 
 CALLED = {"TrainOneStepCell": by_step, "Accumulator": by_loop, "Model": by_model}
@@ -64,11 +70,15 @@ def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
 @pytest.mark.parametrize("called", CALLED)
 def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
     network = line()
+    train = CALLED[called](GradAccumulation(SumLoss(network), 2), sgd(network), *BATCH)
+    with pytest.warns(UserWarning, match="^For 'GradAccumulation', the loss of two micro batches together is not the"):
+        train()
     train = CALLED[called](SumLoss(network), sgd(network), *BATCH)
     with pytest.warns(
         UserWarning, match=re.escape(f"For '{called}', the loss of two micro batches together is not the mean")
     ):
-        train()
+        for _ in range(2):
+            train()
 
 
 @pytest.mark.parametrize("called", CALLED)

@@ -15,7 +15,15 @@ from mindspore import Tensor, nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX import SummaryWriter
 
-from ms_gradaccum import Accumulator, MetricsLogger, Model, StepOutput, StepReporter, TrainOneStepCell
+from ms_gradaccum import (
+    Accumulator,
+    GradAccumulationWarning,
+    MetricsLogger,
+    Model,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+)
 from ms_gradaccum.tools.reporting import metrics_logger
 from ms_gradaccum.tools.reporting.run_plot import read_run
 
@@ -253,7 +261,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_no_line(tmp_path)
     with no_file_larger_than(path.stat().st_size + 40), pytest.warns(UserWarning, match=whole(sentence)) as caught:
         logger.log(output_of(2.0))
         logger.log(output_of(3.0))
-    assert [warning.category for warning in caught].count(UserWarning) == 1
+    assert [warning.category for warning in caught].count(GradAccumulationWarning) == 1
     logger.log(output_of(4.0))
     assert [line["loss"] for line in lines_of(path)] == [1.0, 2.0, 3.0, 4.0]
 

@@ -255,9 +255,10 @@ def test_rtol_is_a_positive_number():
 
 
 def test_weighted_and_batch_axis_are_checked_like_those_of_grad_accumulation():
-    remedy = "True means that network returns (loss_sum, weight)."
+    remedy = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
+    rule = "a bool or 'mean'"
     with raises(
-        TypeError, f"For 'GradAccumulation', the argument 'weighted' must be a bool, but got {typed(1)}. {remedy}"
+        TypeError, f"For 'GradAccumulation', the argument 'weighted' must be {rule}, but got {typed(1)}. {remedy}"
     ):
         verify(Line(), batch(), 2, weighted=1)
     with raises(

@@ -131,6 +131,7 @@ def partitioned(*updates):
     """Run a partitioned step, whose graph needs devices, with graphs that update or meet an Inf."""
     network = SimpleNamespace(positional=lambda args, kwargs: args)
     step = SimpleNamespace(events=Events("TrainOneStepCell"), network=network, skipped=[], is_unmeasured=False)
+    step.progress = SimpleNamespace(may_leave_out=False)
     for updated in updates:
         nothing = Tensor(0.0)
         items = (nothing, Tensor(not updated), nothing, Tensor(updated), nothing, nothing, nothing, nothing)

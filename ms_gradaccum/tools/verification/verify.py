@@ -16,7 +16,7 @@ from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
-from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
@@ -129,7 +129,7 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
         count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
-    axis, weighted = check_batch_axis(batch_axis), check.check_bool(_OWNER, "weighted", weighted, remedy)
+    axis, weighted = check_batch_axis(batch_axis), check_weighted(_OWNER, weighted, remedy)
     size = micro_size if micro_size is None else check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
     given = (("micro_size", size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
     for name, value, default in given:
