@@ -481,6 +481,9 @@ def test_what_is_logged_is_a_float(tmp_path, eager):
 def test_settings_of_verify(eager):
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
     cell = GradAccumulation(loss_cell(), 2, batch_axis=(0, 0))
-    with raises(TypeError, f"{argument('verify', 'weighted')} a bool, but got {typed('no')}. {remedy}"):
+    rule = f"{argument('verify', 'weighted')} a bool or 'mean', but got"
+    with raises(TypeError, f"{rule} {typed(2)}. {remedy}"):
+        verify(cell, ALL_ROWS, None, weighted=2)
+    with raises(ValueError, f"{rule} 'no'. {remedy}"):
         verify(cell, ALL_ROWS, None, weighted="no")
     assert verify(cell, ALL_ROWS, None, batch_axis=[0, 0]).equal
