@@ -231,11 +231,13 @@ class LossMeasurement:
             self._tell(text)
 
     def _pairs_of(self, batch: Batch) -> list[Any]:
-        """Return pairs of micro batches: of the first batches the two that differ most, then others in turn."""
+        """Return two pairs of micro batches of the first batch, and of later ones a pair in turn."""
         pairs = _pairs_that_differ(batch)
-        if self.batches <= 2:
+        # Where cells act otherwise in training, its losses are of no use, and a pair takes three passes.
+        is_cheap = not any(map(_is_left_out, [cell for _, cell in self.network.cells_and_names()]))
+        if self.batches == 1 and is_cheap:
             return pairs[:2]
-        return [pairs[self.batches.bit_length() % len(pairs)]]
+        return [pairs[(self.batches.bit_length() - 1) % len(pairs)]]
 
     def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
@@ -521,8 +523,7 @@ class _Passes:
         """Leave out hooks, and set the cells that act otherwise in training to evaluation mode."""
         self.state.leave_out_hooks()
         for cell in self.state.cells:
-            is_theirs = isinstance(cell, IN_TRAINING_ONLY) and type(cell).__module__.startswith("mindspore.")
-            if is_theirs and acts_otherwise_in_training(cell):
+            if _is_left_out(cell):
                 self.has_evaluated = True
                 set_mode(cell, False, False if getattr(cell, "use_batch_statistics", None) else None)
 
@@ -593,6 +594,12 @@ class _Watch:
 
 def _is_number(attributes: dict[str, object], name: str) -> bool:
     return type(attributes[name]) in (int, float) and not name.startswith("_")
+
+
+def _is_left_out(cell: nn.Cell) -> bool:
+    """Return whether passes set a cell to evaluation mode: MindSpore's own, and never a class of the user's."""
+    is_theirs = isinstance(cell, IN_TRAINING_ONLY) and type(cell).__module__.startswith("mindspore.")
+    return is_theirs and acts_otherwise_in_training(cell)
 
 
 def acts_otherwise_in_training(cell: nn.Cell) -> bool:
