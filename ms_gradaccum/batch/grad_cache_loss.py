@@ -8,10 +8,10 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int, require
 from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
@@ -155,7 +155,7 @@ def _product(values: Tensor, grads: Tensor) -> Tensor:
     return scalar(ops.sum(values * grads))
 
 
-@_primexpr
+@primexpr
 def _refuse_inputs(inputs: int, labels: int) -> None:
     raise ValueError(
         f"For '{_OWNER}', there must be more inputs than the {labels} labels, but got {inputs}. Give the inputs of the "
@@ -163,7 +163,7 @@ def _refuse_inputs(inputs: int, labels: int) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _refuse_output() -> None:
     raise TypeError(
         f"For '{_OWNER}', the backbone must return a tensor or a tuple of tensors, but got something else. "

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import Parameter, amp, nn
 from mindspore.ops import functional as F
-from mindspore.train.amp import _OutputTo32
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
 from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
+from ms_gradaccum.backend.mindspore_private import OutputTo32
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.clipping import groups_of
@@ -280,7 +280,7 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
     """Return the loss cell with a converted network and the loss in float32. It has the same parameters."""
     if type(loss_cell) is nn.WithLossCell:
         backbone = _converted(owner, loss_cell.backbone_network, precision)
-        return nn.WithLossCell(_OutputTo32(backbone), loss_cell._loss_fn)
+        return nn.WithLossCell(OutputTo32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
         return loss_cell.around(_converted(owner, loss_cell.backbone, precision), precision.dtype)
     if isinstance(loss_cell, GradCacheLoss):

@@ -7,7 +7,6 @@ from typing import Literal, NoReturn, get_args
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
-from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
@@ -20,8 +19,9 @@ from ms_gradaccum._checks import (
     check_type,
     refuse_unknown,
     require,
-    warn_in_graph,
 )
+from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
@@ -352,7 +352,7 @@ def _check_losses(losses: _Losses | None, weighted: Weighted, is_cached: bool) -
     return losses
 
 
-_split_shapes = _primexpr(split_shapes)
+_split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
@@ -363,6 +363,6 @@ _NOT_IN_GRAPH = {
 }
 
 
-@_primexpr
+@primexpr
 def _refuse_in_graph(what: str) -> None:
     raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")
