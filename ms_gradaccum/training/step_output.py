@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -35,6 +35,7 @@ class WindowReport(NamedTuple):
 
 
 _FIELDS = WindowReport._fields[:-1]
+_Item: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
 def items_of(report: dict[str, Tensor], other_losses: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
@@ -98,8 +99,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     # The items as given. They are read only on demand, because a read waits for the device.
     _others: Tensor | Sequence[Tensor]
 
-    def __new__(cls, *items: Any, **fields: Any) -> "StepOutput":
-        report = WindowReport(*items, **fields)
+    def __new__(cls, *items: _Item, **fields: _Item) -> "StepOutput":
+        report: Any = WindowReport(*items, **fields)
         output = super().__new__(cls, report[:3])
         output._report = report
         output._others = report.other_losses
