@@ -19,7 +19,7 @@ _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 _UNKNOWN = Tensor(math.nan, ms.float32)
 
 
-class WindowReport(NamedTuple):
+class OutputFields(NamedTuple):
     """The fields of a `StepOutput`, which are the items that a graph returns, in this order."""
 
     loss: Tensor | None
@@ -34,12 +34,12 @@ class WindowReport(NamedTuple):
     other_losses: Tensor | Sequence[Tensor] = ()
 
 
-_FIELDS = WindowReport._fields[:-1]
+_FIELDS = OutputFields._fields[:-1]
 _Item: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
 def items_of(report: dict[str, Tensor], other_losses: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-    """Return the items of a `WindowReport` in a graph. Fields that ``report`` lacks are NaN."""
+    """Return the items of a `OutputFields` in a graph. Fields that ``report`` lacks are NaN."""
     # In a graph, a NamedTuple would be built by Python in each call, but a dict costs nothing.
     items: tuple[Tensor, ...] = ()
     for name in _FIELDS:
@@ -48,7 +48,7 @@ def items_of(report: dict[str, Tensor], other_losses: tuple[Tensor, ...] = ()) -
 
 
 def named(items: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the items of a `WindowReport` by name, in a graph or on the host."""
+    """Return the items of a `OutputFields` by name, in a graph or on the host."""
     report: dict[str, Tensor] = {}
     for i, name in enumerate(_FIELDS):
         report[name] = items[i]
@@ -95,12 +95,12 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """
 
     _fields = _FIELDS
-    _report: WindowReport
+    _report: OutputFields
     # The items as given. They are read only on demand, because a read waits for the device.
     _others: Tensor | Sequence[Tensor]
 
     def __new__(cls, *items: _Item, **fields: _Item) -> "StepOutput":
-        report: Any = WindowReport(*items, **fields)
+        report: Any = OutputFields(*items, **fields)
         output = super().__new__(cls, report[:3])
         output._report = report
         output._others = report.other_losses
