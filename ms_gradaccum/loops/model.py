@@ -25,6 +25,7 @@ from ms_gradaccum._checks import (
     typed,
     warn,
 )
+from ms_gradaccum.advice.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.clipping import Clip
@@ -37,7 +38,6 @@ from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
-from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
