@@ -165,8 +165,7 @@ class Advisor(SilentAdvisor):
             measurement.after_batch(self._rows_of(batch), outputs, num_windows)
         if self.watch.is_on:
             self.watch.end_batch(batch.is_last)
-        is_measured = measurement is not None and measurement.is_on
-        self.is_on = is_measured or self.watch.is_on or not self.first_batches.has_split
+        self._look_on()
 
     @_harmless
     def after_gradients(self, grads: Sequence[Tensor]) -> None:
@@ -191,6 +190,7 @@ class Advisor(SilentAdvisor):
     def before_update(self) -> None:
         if self.watch.is_on:
             self.watch.end_window()
+            self._look_on()
 
     @_harmless
     def after_skip(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
@@ -213,6 +213,11 @@ class Advisor(SilentAdvisor):
             self.measurement.before_batch()
             rows = self.measurement.rows_of(inputs, split.micro_batches, split.structure)
             self.measurement.after_batch(rows, [], 0)
+
+    def _look_on(self) -> None:
+        """Decide whether later batches may be worth a warning."""
+        is_measured = self.measurement is not None and self.measurement.is_on
+        self.is_on = is_measured or self.watch.is_on or not self.first_batches.has_split
 
     def _rows_of(self, batch: SeenBatch) -> list[Any]:
         assert self.measurement is not None

@@ -13,7 +13,7 @@ from ms_gradaccum.backend.snapshot import Array, as_array, few_elements
 from ms_gradaccum.gradients.buffer import BatchCount
 
 # The number of windows that are checked: it takes reads from the device.
-_WATCHED_WINDOWS = 4
+WATCHED_WINDOWS = 4
 # The number of batches of a window between which its parameters are compared.
 _WATCHED_BATCHES = 8
 # A parameter that was changed and restored may differ by this share of its largest value.
@@ -65,7 +65,7 @@ class WindowWatch:
         """Warn if the learning rate, or a parameter of the network, has changed between the batches of the window."""
         self.windows += 1
         rate_moved = any(rates != self.rates[0] for rates in self.rates)
-        self.is_on = self.windows < _WATCHED_WINDOWS and not (rate_moved or self.moved)
+        self.is_on = self.windows < WATCHED_WINDOWS and not (rate_moved or self.moved)
         if rate_moved:
             warn(
                 f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "

@@ -182,7 +182,10 @@ class MicroSteps:
         if is_eager or not self.steps.compiled:
             self.check_hooks(is_eager)
         inputs = self.network.positional(args, kwargs)
-        whole = self._split(inputs)
+        if self.reducers[0].grads_are_reduced:
+            whole = self._split_on_all_ranks(inputs)
+        else:
+            whole = self.network.split(*inputs)
         split = whole
         rows = batch_rows = sum(map(_rows_of, whole.micro_batches))
         if self.cache_pass is not None:
@@ -215,14 +218,14 @@ class MicroSteps:
         elif any(parameter.hooks() for parameter in self.parameters):
             check_not_late(self.settings.owner, self.network)
 
-    def _split(self, inputs: tuple[object, ...]) -> SplitBatch:
+    def _split_on_all_ranks(self, inputs: tuple[object, ...]) -> SplitBatch:
+        """Split a batch, or let all ranks raise where this one does."""
         try:
             split: SplitBatch = self.network.split(*inputs)
         except Exception:
-            if self.reducers[0].grads_are_reduced:
-                # The other ranks compare their numbers of micro batches, and raise for this 0.
-                with suppress(ValueError, RuntimeError):
-                    self.reducers[0].max_micro_batches(0)
+            # The other ranks compare their numbers of micro batches, and raise for this 0.
+            with suppress(ValueError, RuntimeError):
+                self.reducers[0].max_micro_batches(0)
             raise
         return split
 

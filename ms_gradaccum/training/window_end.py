@@ -95,26 +95,24 @@ class BuiltUpdates:
         self.settings = settings
         # In PYNATIVE mode, too.
         self.compiles = settings.compiles or compiles_itself(update.optimizer)
-        # The keys are the kind of the caller's clip (None: the window's own), and a flag for an `EagerUpdate`.
-        self.built: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
+        # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
+        self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
 
-    def update_for(self, clip: ClipByGlobalNorm | ClipByValue | None, is_eager: bool) -> Compiled | EagerUpdate:
-        """Return the update of a window with this clip of the caller."""
-        key = (None if clip is None else type(clip), is_eager)
-        if key not in self.built:
-            self.built[key] = self._build(clip, is_eager)
-        return self.built[key]
-
-    def _build(self, clip: ClipByGlobalNorm | ClipByValue | None, is_eager: bool) -> Compiled | EagerUpdate:
+    def build(self, clip: ClipByGlobalNorm | ClipByValue | None, is_eager: bool) -> Compiled | EagerUpdate:
+        """Build the update of a window with this clip of the caller."""
         update = self.update
         if clip is not None:
             settings = replace(self.settings, clip=clip)
             update = Update(update.optimizer, update.reducer, settings, update.handed_scale)
             like_mode(update, self.update)
         update.needs_call = needs_call(update.optimizer)
+        built: Compiled | EagerUpdate
         if is_eager:
-            return EagerUpdate(self.settings.owner, update)
-        return Compiled(lambda: update, self.settings.owner, "the optimizer")
+            built = EagerUpdate(self.settings.owner, update)
+        else:
+            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
+        self.built[type(clip), is_eager] = built
+        return built
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [each for each in self.built.values() if isinstance(each, Compiled)]
@@ -210,7 +208,7 @@ class WindowEnd(nn.Cell):
         inputs = [output.grad_norm]
         if clip is not None:
             inputs.append(Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32))
-        run = self.updates.update_for(clip, self.is_eager)
+        run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
         if self.is_eager and self.report.learning_rate.is_recorded:
@@ -273,7 +271,17 @@ class WindowEnds:
         if self.reducers[0].grads_are_reduced:
             self.reshard()
         updated = self.outputs[0].is_updated
-        outputs = self._update(clip) if updated else self._skip()
+        outputs: list[StepOutput] = []
+        if updated:
+            try:
+                for end, output in zip(self.of_optimizers, self.outputs):
+                    outputs.append(end.finish(output, clip))
+            except BaseException:
+                if outputs:
+                    self._warn_of_half_an_update(len(outputs) + 1)
+                raise
+        else:
+            outputs = self._skip()
         if self.settings.precision.loss_scale.searches:
             self._adjust_scale(updated, outputs)
         self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
@@ -290,21 +298,11 @@ class WindowEnds:
         for reducer in self.reducers:
             reducer.reshard()
 
-    def _update(self, clip: ClipByGlobalNorm | ClipByValue | None) -> list[StepOutput]:
-        """Update with each optimizer. Return the reports."""
-        finished: list[StepOutput] = []
-        try:
-            for end, output in zip(self.of_optimizers, self.outputs):
-                finished.append(end.finish(output, clip))
-        except BaseException:
-            if finished:
-                warn(
-                    f"For '{self.settings.owner}', the update of optimizer {len(finished) + 1} of {len(self.outputs)} "
-                    f"failed, but those before it have updated already, and the window is gone. Load a state from "
-                    f"before it."
-                )
-            raise
-        return finished
+    def _warn_of_half_an_update(self, number: int) -> None:
+        warn(
+            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed, but "
+            f"those before it have updated already, and the window is gone. Load a state from before it."
+        )
 
     def _skip(self) -> list[StepOutput]:
         """Clear the buffers without an update. Return the reports."""

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, load_state, save_state
-from ms_gradaccum.training.window import WATCHED_WINDOWS
+from ms_gradaccum.advice.window_watch import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
 

@@ -27,7 +27,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
-from ms_gradaccum.advice import advisor
+from ms_gradaccum.advice import advisor, first_batches
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
@@ -417,6 +417,15 @@ def a_hook_in_a_window_of_several_batches(*_):
 def mindspores_own_step(*_):
     cell = loss_cell()
     nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
+
+
+@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on: OSError: broken")
+def a_check_that_fails(monkeypatch, _):
+    def breaks(*_):
+        raise OSError("broken")
+
+    monkeypatch.setattr(first_batches.FirstBatches, "look", breaks)
+    step_of(loss_cell())(*LINES)
 
 
 @says("TrainOneStepCell: PYNATIVE mode runs the network op by op.")
