@@ -23,6 +23,7 @@ from ms_gradaccum._checks import (
     typed,
     warn,
 )
+from ms_gradaccum.advice.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
@@ -34,7 +35,6 @@ from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
-from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
 from ms_gradaccum.training.train_step import TrainOneStepCell
 

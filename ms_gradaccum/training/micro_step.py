@@ -64,16 +64,21 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
     return has_loss or "binary_cross_entropy_with_logits" in code.names
 
 
+def is_half(network: nn.Cell, precision: Precision) -> bool:
+    """Return whether a network computes in 16 bits, or its loss is scaled."""
+    cells = [cell for _, cell in network.cells_and_names()]
+    is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
+    scales: bool = precision.loss_scale.scales
+    return is_converted or scales
+
+
 class MicroLoss(nn.Cell):
     """The differentiated value, followed by the outputs of `WeightedLoss`. Kept minimal: eager operators are slow."""
 
     def __init__(self, weighted_loss: WeightedLoss, precision: Precision, divides: bool) -> None:
         super().__init__(auto_prefix=False)
         network, self.loss_scale, self.weighted_loss = weighted_loss.network, precision.loss_scale, weighted_loss
-        cells = [cell for _, cell in network.cells_and_names()]
-        # True if the network computes in 16 bits, or its loss is scaled.
-        is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
-        self.half = is_converted or precision.loss_scale.scales
+        self.half = is_half(network, precision)
         # True if a loss with its own weight is divided by that weight before the backward pass.
         self.divides = divides and self.half and not weighted_loss.counts_rows
         self._get_attr_from_cell(network)
@@ -243,6 +248,11 @@ class EagerMicroStep:
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
+
+    @property
+    def cell(self) -> "EagerMicroStep":
+        """The micro step, as that of a `Compiled`."""
+        return self
 
     def begin_batch(self, structure: Hashable, micro_batches: int) -> None:
         loss = self.micro_loss.weighted_loss

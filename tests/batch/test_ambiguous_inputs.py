@@ -11,7 +11,7 @@ from step_probe import KeepGradients, keeping_step, number, tensors
 from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
-from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
+from ms_gradaccum.advice.ambiguous_inputs import ambiguous_inputs
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(4, 3)).astype(np.float32), RANDOM.normal(size=(4, 1)).astype(np.float32)

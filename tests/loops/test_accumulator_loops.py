@@ -309,9 +309,12 @@ def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
     network, accumulator = toy_loop(2)
     (window,) = accumulator.windows
-    window.ended, window.watch.is_on = 0, True
-    window.watch.restart()
-    window.watch.norms.clear()
+    window.advisor.is_on = True
+    watch = window.advisor.watch
+    watch.is_on = True
+    watch.windows = 0
+    watch.restart()
+    watch.norms.clear()
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -27,11 +27,11 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
+from ms_gradaccum.advice import advisor, first_batches
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
-from ms_gradaccum.training import micro_steps
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 # The first cells of those tables that quote what the program says.
@@ -348,7 +348,7 @@ def a_forward_pass_that_communicates(*_):
             return loss if self.is_alone else self.send(loss)
 
     step = step_of(GradAccumulation(Sending(), 2))
-    step.body.window.micro_steps.measurement.is_distributed = True
+    step.body.window.advisor.measurement.is_distributed = True
     step(*LINES)
 
 
@@ -419,6 +419,15 @@ def mindspores_own_step(*_):
     nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
 
 
+@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on: OSError: broken")
+def a_check_that_fails(monkeypatch, _):
+    def breaks(*_):
+        raise OSError("broken")
+
+    monkeypatch.setattr(first_batches.FirstBatches, "look", breaks)
+    step_of(loss_cell())(*LINES)
+
+
 @says("TrainOneStepCell: PYNATIVE mode runs the network op by op.")
 def a_step_op_by_op(*_):
     step_of(loss_cell())(*LINES)
@@ -427,7 +436,7 @@ def a_step_op_by_op(*_):
 @says("For 'TrainOneStepCell', one window in 100 must have a finite gradient")
 def nothing_but_inf(*_):
     step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))
-    step.windows[0].overflows_in_a_row = 99
+    step.windows[0].ends.overflows_in_a_row = 99
     step(inf, inf)
 
 
@@ -470,7 +479,7 @@ def a_python_value_that_changes(monkeypatch, _):
             return self.cell(x, y) * factor
 
     monkeypatch.delenv("MS_JIT")
-    monkeypatch.setattr(micro_steps, "_MANY_STRUCTURES", 1)
+    monkeypatch.setattr(advisor, "_MANY_STRUCTURES", 1)
     step_of(Times(None), compile=True)(*LINES, 2.0)
 
 

@@ -1,13 +1,13 @@
 """Runs of a window and of the whole batch, each from the same start, and their differences."""
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 
+from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
@@ -20,7 +20,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.micro_steps import MicroSteps
+from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "verify"
@@ -119,10 +119,9 @@ class Experiment:
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
-        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report replaces the warnings about the network.
-        self.micro_steps.has_begun = True
-        self.micro_steps.hooks = sys.maxsize
+        advisor = SilentAdvisor(_OWNER, self.network)
+        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER), advisor)
         # The steps of the reference (True) and of the network (False).
         self._whole_steps: dict[bool, Eager | Compiled] = {}
 
@@ -131,7 +130,7 @@ class Experiment:
         self.start.begin(self.frozen)
         buffer = self.reducer.buffer
         buffer.clear()
-        self.micro_steps.run(self.inputs, {})
+        self.micro_steps.run(self.inputs, {}, BatchProgress())
         inverse = buffer.reciprocal_weight()
         factor = np.float32(float(inverse))
         grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]

@@ -13,6 +13,8 @@ _OWNER = "GradAccumulation"
 # Types of per-row values in a list. Tensors in a list are checked separately.
 _MANY_COLUMNS = 64
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
+# The beginnings of errors that need no hint about the split.
+_SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 
 
 def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
@@ -31,7 +33,22 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
     return found if places > 1 else []  # A single tensor must be the batch.
 
 
-def hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
+def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object, ...]) -> bool:
+    """Add to an error of a micro batch, after its first line, a hint about the split. Return True if it needs no more.
+
+    The hint says which inputs may be split by mistake.
+    """
+    text = error.args[0] if error.args else None
+    if accumulation.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
+        return True
+    hint = _hint_of_split(accumulation, text, inputs)
+    if hint:
+        first, _, rest = text.partition("\n")
+        error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
+    return bool(hint)
+
+
+def _hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
     for i, item in enumerate(inputs):
         column = _column_of_row_numbers(item)

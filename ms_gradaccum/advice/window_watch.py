@@ -34,6 +34,7 @@ class WindowWatch:
         # There is no ``network`` if its parameters are shards that the forward pass makes whole.
         self.owner, self.network, self.optimizers, self.count = owner, network, optimizers, count
         self.writes = 0  # `BatchCount.writes` at the last batch.
+        self.windows = 0  # The number of full windows.
         self.norms: list[tuple[float, float]] = []
         self.restart()
 
@@ -60,10 +61,11 @@ class WindowWatch:
         parameters = [] if network is None else network.trainable_params()
         self.values = [(each, few_elements(each).copy()) for each in parameters]
 
-    def end_window(self, is_last: bool) -> None:
+    def end_window(self) -> None:
         """Warn if the learning rate, or a parameter of the network, has changed between the batches of the window."""
+        self.windows += 1
         rate_moved = any(rates != self.rates[0] for rates in self.rates)
-        self.is_on = not (is_last or rate_moved or self.moved)
+        self.is_on = self.windows < WATCHED_WINDOWS and not (rate_moved or self.moved)
         if rate_moved:
             warn(
                 f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
