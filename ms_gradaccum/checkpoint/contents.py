@@ -103,7 +103,7 @@ class Contents:
 
     def state_dict(self) -> State:
         """Return the state of the step except tensors, as JSON."""
-        loop = {"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {}
+        loop = {"loop": self.step.driver.state_dict()} if isinstance(self.step, Accumulator) else {}
         windows = [window.state_dict() for window in self.windows]
         return {"events": self.step.events.state_dict(), "windows": windows, **loop}
 
@@ -116,7 +116,7 @@ class Contents:
             window.load_state_dict(its)
         # After the windows, because the loop reads their counts.
         if isinstance(self.step, Accumulator):
-            self.step.window.load_state_dict(saved["loop"])
+            self.step.driver.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
@@ -133,5 +133,5 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
     if hasattr(trained, "ema_averages"):
         trained.ema_averages.check_weights(owner)
     if isinstance(trained, Accumulator):
-        trained.window.check_between_batches(owner)
+        trained.driver.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

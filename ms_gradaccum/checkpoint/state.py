@@ -108,7 +108,7 @@ def save_state(
         raise TypeError(argument_error(_SAVE, "extra", rule, typed(extra), remedy)) from None
     contents = Contents(trained)
     if isinstance(trained, Accumulator):
-        places = [dataset.place() for dataset in trained.datasets.values()]
+        places = [dataset.place() for dataset in trained.driver.data.datasets.values()]
     else:
         place = getattr(step, "data_place", None)  # A Model has one.
         places = [] if place is None else [place]
@@ -231,7 +231,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         See :func:`save_state`.
     """
     trained, folder = check_arguments(_LOAD, step, directory)
-    if isinstance(trained, Accumulator) and trained.window.in_batch:
+    if isinstance(trained, Accumulator) and trained.driver.in_batch:
         text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents, world = Contents(trained), current_world(_LOAD)
@@ -244,7 +244,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
-        trained.window.places = dict(enumerate(places))
+        trained.driver.data.positions = dict(enumerate(places))
     elif isinstance(step, ms.Model) and places:
         step.resumed_place = places[0]
     put_random_states(random)

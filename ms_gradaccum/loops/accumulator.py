@@ -27,8 +27,8 @@ from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
-from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
-from ms_gradaccum.loops.loop_window import UNWEIGHTED, LoopWindow
+from ms_gradaccum.loops.dataloader import prepare
+from ms_gradaccum.loops.loop_driver import UNWEIGHTED, LoopDriver
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
@@ -154,10 +154,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         self.events = Events(_OWNER)
         # The windows of the networks, with their sums, optimizers and loss scales.
         self.set_windows([TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)])
-        self.window = LoopWindow(self.config, self.windows, self.events)
-        # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
-        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
-        weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
+        self.driver = LoopDriver(self.config, self.windows, self.events)
+        weakref.finalize(self, self.driver.warn_if_open, "at the end of its Accumulator")
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.reducers) == 1 and self.config.schedule is None
@@ -179,12 +177,12 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
     @property
     def sync_gradients(self) -> bool:
         """True if the current batch ends its window, so that `step` updates. The name is Accelerate's."""
-        return self.window.ends
+        return self.driver.is_last_batch
 
     @property
     def updated(self) -> bool:
         """True if the current batch made an update, False if the gradient had an Inf or a NaN."""
-        return self.window.updated
+        return self.driver.updated
 
     # A prepared object has all methods of the original, so it keeps the type.
     @overload
@@ -210,7 +208,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
                 processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
                 returned as they are. Several objects are returned as a tuple.
         """
-        prepared = tuple(prepare(item, self.window, self.datasets) for item in objects)
+        prepared = tuple(prepare(item, self.driver) for item in objects)
         for trained in self.windows:
             for optimizer in trained.optimizers:
                 # The optimizer may have a step() from another loop.
@@ -240,16 +238,16 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         """
         for each in networks:
             check_type(_OWNER, "networks", each, nn.Cell, "an nn.Cell", "Write 'with accumulator.accumulate():'.")
-        return self.window.batch()
+        return self.driver.batch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which no batch ends its window, for loops that choose the last batch themselves."""
-        self.window.withheld += 1
+        self.driver.withheld += 1
         try:
             yield
         finally:
-            self.window.withheld -= 1
+            self.driver.withheld -= 1
 
     def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
         """Return ``loss`` times the loss scale. Differentiate this product if you compute gradients yourself.
@@ -282,14 +280,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         """
         trained = only_of(self.windows, network)
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs:
-            number = self.window.weight_of(weight, trained)
-            with self.window.batch_of(trained):
-                self.window.recognise((args, kwargs), number)
+            number = self.driver.weight_of(weight, trained)
+            with self.driver.batch_of(trained):
+                self.driver.recognise((args, kwargs), number)
                 return trained.backward_of(args[0], number)
         given = trained.checked_weight(weight)
-        with self.window.batch_of(trained):
-            self.window.recognise((args, kwargs))
-            return trained.backward(args, kwargs, self.window.ends, given)
+        with self.driver.batch_of(trained):
+            self.driver.recognise((args, kwargs))
+            return trained.backward(args, kwargs, self.driver.is_last_batch, given)
 
     def __call__(
         self,
@@ -303,13 +301,13 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = only_of(self.windows, network)
         # Sums need no weight: each row counts alike in their sum.
-        weight = self.window.weight_of(1.0 if weight is None and reduction == "sum" else weight, trained)
-        if trained.reducers[0].accumulates and not self.window.in_batch:
+        weight = self.driver.weight_of(1.0 if weight is None and reduction == "sum" else weight, trained)
+        if trained.reducers[0].accumulates and not self.driver.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
-        with self.window.batch_of(trained):
-            self.window.recognise((), weight)
+        with self.driver.batch_of(trained):
+            self.driver.recognise((), weight)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
-        return self.window.step(trained) if self.sync_gradients else trained.partial_output()
+        return self.driver.step(trained) if self.sync_gradients else trained.partial_output()
 
     def construct(
         self,
@@ -409,12 +407,12 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         chosen[0].note_step()
         if not self.sync_gradients:
             return None
-        return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
+        return _one_or_all(tuple(self.driver.step(trained) for trained in chosen))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
         """Discard a full window that has not been stepped. After `step` and before `backward`, it does nothing."""
         for trained in chosen_of(self.windows, network):
-            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
+            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.driver.in_batch):
                 trained.throw_away()
 
     def flush(self) -> _Outputs:
@@ -423,21 +421,20 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        is_open = self.windows[0].reducers[0].most("flushes its window", self.window.batches_added)
-        for trained in self.windows:
-            trained.compare_ranks()
-        return _one_or_all(self.window.flush()) if is_open else None
+        if not self.driver.begin_flush(self.driver.open_batches()):
+            return None
+        return _one_or_all(self.driver.flush())
 
     def drop(self) -> int:
         """Discard an unfinished window and return the number of its batches."""
-        return self.window.drop()
+        return self.driver.drop()
 
     def join(self) -> None:
         """Join the collectives of a batch with no local data, once this process has run out of data.
 
         A prepared dataset calls it at its end.
         """
-        self.window.join()
+        self.driver.join()
 
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
