@@ -83,8 +83,7 @@ class Contents:
                 if reducer is not None:
                     self._hold(own, reducer.buffer.all_totals(), reducer, i)
             self._hold(prefix, window.loss_scale.get_parameters())
-        if hasattr(step, "ema_averages"):
-            self._hold("", step.ema_averages.get_parameters())
+        self._hold("", step.extras.get_parameters())
 
     def _hold(
         self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None
@@ -130,8 +129,8 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
         rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(trained).__name__
         raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
-    if hasattr(trained, "ema_averages"):
-        trained.ema_averages.check_weights(owner)
+    for extra in trained.extras:
+        extra.check_can_save(owner)
     if isinstance(trained, Accumulator):
         trained.driver.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

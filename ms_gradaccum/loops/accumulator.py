@@ -33,7 +33,7 @@ from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, c
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
-from ms_gradaccum.training.events import Events, Observed
+from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -51,7 +51,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
+class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
@@ -152,6 +152,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         # Each network has a loss scale of its own.
         settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)
+        self.extras = self.events.extras
         # The windows of the networks, with their sums, optimizers and loss scales.
         self.set_windows([TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)])
         self.driver = LoopDriver(self.config, self.windows, self.events)

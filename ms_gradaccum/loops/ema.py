@@ -2,18 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_number, check_positive_float, require
+from ms_gradaccum._checks import (
+    FrozenAfterInit,
+    argument_error,
+    check_bool,
+    check_number,
+    check_positive_float,
+    require,
+)
 from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
-from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
+from ms_gradaccum.training.events import Extra, Observed, StepEvent, check_told
 
 _OWNER = "EMA"
 
@@ -22,7 +30,7 @@ def _move(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
     return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
 
 
-class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
+class EMA(FrozenAfterInit, Extra, Callback):
     r"""Average the weights exponentially over the updates, and evaluate with the averages.
 
     At optimizer update :math:`t` (skipped windows make none), each average moves as in mindcv and mindone:
@@ -84,21 +92,16 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         self._evaluation = ExitStack()  # Restores the weights after an evaluation.
         self._is_built = True
 
-    def attach(self, step: nn.Cell) -> None:
-        """Give ``step`` the averages of its weights, unless it has them already."""
-        if (there := getattr(step, "ema_averages", None)) is self:
-            return
-        window, *others = step.windows
+    def attach(self, step: Observed) -> None:
+        if self.weights or any(isinstance(each, EMA) for each in step.extras):
+            got = "a second EMA or step"
+            remedy = "Build an EMA for each step."
+            raise ValueError(argument_error(_OWNER, "callback", "the only one of one training step", got, remedy))
+        window = self._window_of(step)
         candidates = window.network.trainable_params() if self.trainable_only else window.network.get_parameters()
         weights = tuple(parameter for parameter in candidates if parameter.dtype in mstype.float_type)
-        is_new = there is None and not self.weights
-        for holds, rule, got, remedy in (
-            (is_new, "the only one of one training step", "a second EMA or step", "Build an EMA for each step."),
-            (not others, "one for an Accumulator of one network", "several", "Build one for the network to average."),
-            (window.reducers, "one for whole weights", "AutoParallel", "Use DataParallel() or HSDP()."),
-            (weights, "one for a network with parameters to average", 0, "Set requires_grad, or trainable_only."),
-        ):
-            require(holds, _OWNER, "callback", rule, got, remedy)
+        rule = "one for a network with parameters to average"
+        require(weights, _OWNER, "callback", rule, 0, "Set requires_grad, or trainable_only.")
         window.network.init_parameters_data()
         self._window = window
         window.reshard()
@@ -109,7 +112,16 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         self.__dict__["weights"] = ParameterTuple(weights)  # A Cell would register them as its own.
         self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.start()
-        step.ema_averages = self
+
+    @staticmethod
+    def _window_of(step: Any) -> Any:
+        """Return the window whose network is averaged."""
+        window, *others = step.windows
+        rule, remedy = "one for an Accumulator of one network", "Build one for the network to average."
+        require(not others, _OWNER, "callback", rule, "several", remedy)
+        rule, remedy = "one for whole weights", "Use DataParallel() or HSDP()."
+        require(window.reducers, _OWNER, "callback", rule, "AutoParallel", remedy)
+        return window
 
     def agreed(self) -> str:
         return f"EMA({self.decay}, warmup_updates={self.warmup_updates:g})"
@@ -128,12 +140,12 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
             raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
-        self.check_weights(_OWNER)
+        self.check_can_save(_OWNER)
         self._window.reshard()
         if self.updates == 0:
             _assign(self.values, self.weights)
 
-    def check_weights(self, owner: str) -> None:
+    def check_can_save(self, owner: str) -> None:
         """Raise if the averages are in the network."""
         if self.kept:
             text = "the network must have its weights, but got the averages of an EMA. Leave ema.swapped() first."
@@ -164,7 +176,7 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
             self.kept = ()
 
     def on_micro_batch_begin(self, event: StepEvent) -> None:
-        self.check_weights(_OWNER)
+        self.check_can_save(_OWNER)
 
     def on_update_begin(self, event: StepEvent) -> None:
         self.start()

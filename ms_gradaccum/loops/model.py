@@ -33,7 +33,7 @@ from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, St
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
-from ms_gradaccum.training.events import StatefulCallback
+from ms_gradaccum.training.events import Extra
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -348,7 +348,7 @@ class Model(FrozenAfterInit, ms.Model):
 
     def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
         """Raise on all ranks if they are told different things. Collective."""
-        shared = [each for each in callbacks if isinstance(each, (ResumingCallback, StatefulCallback))]
+        shared = [each for each in callbacks if isinstance(each, (ResumingCallback, Extra))]
         agreed = {name: settings.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
         agreed |= {"callbacks": [each.agreed() for each in shared]}
         agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}

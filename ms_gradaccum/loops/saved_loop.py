@@ -8,11 +8,12 @@ from ms_gradaccum._checks import require
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.parallel.reducer import GradientReducer, gather_when_saved, whole_parameters
+from ms_gradaccum.training.events import Observed
 
 _OWNER = "Accumulator"
 
 
-class SavedLoop(nn.Cell):
+class SavedLoop(Observed, nn.Cell):
     """A cell whose parameters are all those of its loop, although the networks are not among its cells."""
 
     def set_windows(self, windows: list[TrainedNetwork]) -> None:
@@ -29,7 +30,7 @@ class SavedLoop(nn.Cell):
         cells = [each.network for each in self.windows]
         for each in self.windows:
             cells += each.ends.of_optimizers
-        cells += [self.ema_averages] if hasattr(self, "ema_averages") else []
+        cells.append(self.extras)
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self._reducers())
 

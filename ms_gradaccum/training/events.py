@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+from mindspore import nn
+
 from ms_gradaccum._checks import check_saved, is_count, require, typed
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -78,7 +80,7 @@ class Events:
         self.batches = self.micro_batches = self.updates = self.skipped_updates = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
-        self.attached: set[str] = set()  # The settings of callbacks whose tensors belong to the training step.
+        self.extras = nn.CellList(auto_prefix=False)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
@@ -134,28 +136,33 @@ class Events:
                 listener(event)
 
 
-class StatefulCallback:
+class Extra(nn.Cell):
     """A callback whose tensors belong to a training step, and so to its checkpoints and states."""
 
     def attach(self, step: "Observed") -> None:
-        """Add the tensors to ``step``. A second call with the same step does nothing."""
+        """Build the tensors for ``step``, once."""
         raise NotImplementedError
 
     def agreed(self) -> str:
         """Return the settings that all ranks must have in common."""
         raise NotImplementedError
 
+    def check_can_save(self, owner: str) -> None:
+        """Raise if the step cannot be saved or loaded now."""
+
 
 class Observed:
     """Base class of training steps with events."""
 
     events: Events
+    # The callbacks whose tensors belong to this step. They are among its cells, so that MindSpore finds the tensors.
+    extras: nn.CellList
 
     def adopt(self, callbacks: Sequence[object]) -> None:
         for callback in callbacks:
-            if isinstance(callback, StatefulCallback):
+            if isinstance(callback, Extra) and not any(callback is each for each in self.extras):
                 callback.attach(self)
-                self.events.attached.add(callback.agreed())
+                self.extras.append(callback)
 
     def add_callback(self, callback: StepCallback) -> None:
         """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.
@@ -171,7 +178,7 @@ class Observed:
         """
         self.adopt([callback])
         # A callback that gets each update twice would change its tensors twice.
-        if not (isinstance(callback, StatefulCallback) and self.events.has_listener(callback)):
+        if not (isinstance(callback, Extra) and self.events.has_listener(callback)):
             self.events.add(callback)
 
 

@@ -55,6 +55,6 @@ class RankComparison:
     def compare(self) -> None:
         """Raise if learning rates, parameters or averages differ, and warn of equal data. Collective."""
         shared = [each for reducer in self.reducers for each in reducer.shared()]
-        averages = sorted(self.events.attached)
+        averages = sorted(extra.agreed() for extra in self.events.extras)
         compare_ranks(self.owner, self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
         self.first = NO_INPUT

@@ -314,6 +314,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
             self.body, self.windows = host, [host.window]
             weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
+        self.extras = self.events.extras
         gather_when_saved(self, self.windows[0].reducers)
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
