@@ -16,9 +16,9 @@ class Preparation:
         """Return what has been compiled."""
         return []
 
-    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool) -> tuple[SplitBatch, int]:
         """Return the micro batches for the micro steps, and the number of rows that their loss is a mean of."""
-        return batch, sum(rows for rows, _ in batch.micro_batches)
+        return batch, rows
 
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
         """Raise if the micro steps have not computed what the preparation has."""

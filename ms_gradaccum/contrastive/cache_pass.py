@@ -69,7 +69,7 @@ class CachePass(Preparation):
     def compiled_cells(self) -> list[Compiled]:
         return [*self.forwards.values(), *self.losses.values()]
 
-    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool) -> tuple[SplitBatch, int]:
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
@@ -78,16 +78,16 @@ class CachePass(Preparation):
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [ops.concat(list(parts)) if len(parts) > 1 else parts[0] for parts in zip(*firsts)]
         floats = _floats_among(outputs)
-        counts = [part.rows for part in batch.micro_batches]
-        whole = self._gathered(sum(counts), outputs, labels)
+        whole = self._gathered(rows, outputs, labels)
         loss, cache, own = self._loss(whole, labels.structure, floats, eager)
+        counts = [part.rows for part in batch.micro_batches]
         bounds = [*pairwise(accumulate(counts, initial=whole.begin))]
         cache_of_parts = zip(*(cut(grad, 0, bounds) for grad in cache))
         prepared = []
         for part, first, grads in zip(batch.micro_batches, firsts, cache_of_parts):
             given = unflatten(structure, part.tensors)
             prepared.append(Flattened((loss, own, tuple(first[i] for i in floats), grads, *given)))
-        parts = [MicroBatch(rows, each.tensors) for rows, each in zip(counts, prepared)]
+        parts = [MicroBatch(count, each.tensors) for count, each in zip(counts, prepared)]
         return SplitBatch(prepared[0].structure, parts), whole.total
 
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:

@@ -106,8 +106,8 @@ class MicroSteps:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self._split(inputs, eager)
-        self.rows = sum(map(_rows_of, split.micro_batches))
-        (structure, micro_batches), batch_rows = self.preparation.prepare(inputs, split, eager)
+        self.rows = rows = sum(map(_rows_of, split.micro_batches))
+        (structure, micro_batches), batch_rows = self.preparation.prepare(inputs, split, rows, eager)
         kind = StepKind(is_empty=weight == 0.0)
         step = self._micro_step(structure, micro_batches, eager, kind)
         start: BackwardStart = (step.cell if isinstance(step, Compiled) else step).backward_start
