@@ -101,7 +101,8 @@ class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight) and further losses to report, from flattened inputs of a micro batch."""
 
     counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
-    is_cached = False  # True for the substitute of a loss of the whole batch, see grad_cache_loss.py.
+    # True for a prepared micro batch: it comes with its share of the batch, and returns notes for `Preparation.check`.
+    is_prepared = False
     # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
     may_be_empty = False
 

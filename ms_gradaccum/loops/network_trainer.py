@@ -95,7 +95,7 @@ class TrainedNetwork(Window):
         if "weight" in network.argument_names:
             rule, got = "an argument of the network alone, given by position", "it by name"
             remedy = "A batch has a weight of its own only for networks without it."
-        elif network.is_cached or network.weighted:
+        elif network.needs_all_rows or network.weighted:
             rule = "left out for a network that returns its weight, or whose loss needs all rows"
         elif network.micro_size > 1:
             rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"

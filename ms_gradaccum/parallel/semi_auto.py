@@ -52,7 +52,7 @@ class SemiAuto:
         # Each row: a refused condition, the argument, and the parts of the error.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
-            (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
+            (network.needs_all_rows, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
             (by_group, "clip", "one for all", repr(clip), for_all),
             (set(reduce_dtypes(dtype, names)) != {ms.float32}, "mixed_precision", *messages),
