@@ -231,7 +231,7 @@ def _measurement_of(
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
     adds_parts = network.micro_size > 1 or training.accumulation_steps > 1 or reducer.is_distributed
     # Where a network reduces its gradients itself, its forward passes communicate.
-    can_repeat = not (network.is_cached or reducer.grads_are_reduced)
+    can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):
         return None
     return LossMeasurement(network, parameters, training.compiles, training.is_half, reducer.is_distributed)

@@ -18,10 +18,10 @@ from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.cache_pass import CachePass
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.settings import StepSettings
@@ -138,10 +138,7 @@ class MicroSteps:
         if reducers[0].grads_are_reduced:
             _check_reduced(settings.owner, network, settings)
         self.steps = BuiltSteps(network, reducers, settings, advisor)
-        # The pass before the micro steps, for a loss over the whole batch.
-        self.cache_pass: CachePass | None = None
-        if network.is_cached:
-            self.cache_pass = CachePass(settings.owner, network, self.cell, reducers[0])
+        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step")
@@ -159,9 +156,7 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells = [self.cell, self.empty_step, *self.steps.compiled.values()]
-        if self.cache_pass is not None:
-            cells += self.cache_pass.compiled_cells()
-        return cells
+        return cells + self.preparation.compiled_cells()
 
     def run(
         self,
@@ -188,8 +183,8 @@ class MicroSteps:
             whole = self.network.split(*inputs)
         split = whole
         rows = batch_rows = sum(map(_rows_of, whole.micro_batches))
-        if self.cache_pass is not None:
-            split, batch_rows = self.cache_pass.run(inputs, whole, is_eager)
+        if self.network.needs_all_rows:
+            split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
         kind = StepKind(is_empty=weight == 0.0)
         step = last = self.steps.step_for(split, is_eager, kind)
         if is_last and self.reducers[0].accumulates:
@@ -281,8 +276,8 @@ class MicroSteps:
                 if events.heard:
                     events.micro_batch_end(index, rows)
             events.micro_batches = done + len(steps)
-            if self.cache_pass is not None:
-                self.cache_pass.check(outputs)
+            if self.network.needs_all_rows:
+                self.preparation.check(outputs)
         except BaseException as error:
             progress.has_added = bool(outputs) or steps[0].has_run
             events.micro_batches = done
@@ -297,8 +292,7 @@ class MicroSteps:
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
-            if self.cache_pass is not None:
-                self.reducers[0].gather_rows(0, [])
+            self.preparation.join()
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
             self.empty_step(NOTHING)
@@ -307,7 +301,6 @@ class MicroSteps:
 def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
     """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
-        ("network", network.is_cached, "one without GradCacheLoss"),
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),

@@ -6,10 +6,10 @@ from typing import NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn_of_open
 from ms_gradaccum.backend.compiled import number_of, numbered
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
@@ -135,7 +135,7 @@ class HostDrivenStep(Step):
         return output
 
 
-@_primexpr
+@primexpr
 def _look_in_graph(number: int) -> None:
     step = numbered(number)
     if step is not None:

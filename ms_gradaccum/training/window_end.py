@@ -7,10 +7,11 @@ from dataclasses import replace
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, warn, warn_in_graph
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
@@ -28,8 +29,8 @@ NO_END = (
 )
 
 
-class WindowReport(nn.Cell):
-    """The first half of the end of a window: reduce over the ranks, and report."""
+class WindowReduction(nn.Cell):
+    """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
 
     def __init__(self, owner: str, optimizer: nn.Cell, reducer: GradientReducer, loss_scale: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -39,10 +40,10 @@ class WindowReport(nn.Cell):
         self.loss_scale = loss_scale
         self.learning_rate = LearningRate(optimizer)
         # The keys are flags: the graph contains the learning rate, which is user code.
-        self.compiled_full: dict[bool, Compiled] = {}
-        self.compiled_partial = Compiled(lambda: Method(self, "partial"), owner, "the report")
+        self.compiled_reports: dict[bool, Compiled] = {}
+        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
-    def full(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Reduce the sums. Return True for a loss scale that was too large, and the items of a StepOutput."""
         reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
@@ -62,7 +63,7 @@ class WindowReport(nn.Cell):
         others = self.buffer.other_losses_after(reduced)
         return (bad, loss, overflow, self.loss_scale.value(), updated, norm, norm, rate, weight, *others)
 
-    def partial(self, done: Done) -> tuple[Tensor, ...]:
+    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput for the open window, after ``done``."""
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
@@ -72,19 +73,21 @@ class WindowReport(nn.Cell):
         return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
 
     def run(self, is_eager: bool) -> tuple[Tensor, StepOutput]:
-        """Run `full` from the host, for an optimizer that runs op by op or not."""
+        """Run `report` from the host, for an optimizer that runs op by op or not."""
         has_rate = not is_eager
-        if has_rate not in self.compiled_full:
-            self.compiled_full[has_rate] = Compiled(lambda: Method(self, "full", has_rate), self.owner, "the report")
-        is_bad, *items = self.compiled_full[has_rate](NOTHING)
+        if has_rate not in self.compiled_reports:
+            self.compiled_reports[has_rate] = Compiled(
+                lambda: Method(self, "report", has_rate), self.owner, "the report"
+            )
+        is_bad, *items = self.compiled_reports[has_rate](NOTHING)
         output = StepOutput(*items)
         if is_eager:
             output = output._replace(learning_rate=self.learning_rate.before_update())
         return is_bad, output
 
-    def run_partial(self) -> StepOutput:
-        """Run `partial` from the host."""
-        return StepOutput(*self.compiled_partial(NOTHING))
+    def run_partial_report(self) -> StepOutput:
+        """Run `partial_report` from the host."""
+        return StepOutput(*self.compiled_partial_report(NOTHING))
 
 
 class BuiltUpdates:
@@ -132,7 +135,7 @@ class WindowEnd(nn.Cell):
         self.loss_scale = settings.precision.loss_scale
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.report = WindowReport(settings.owner, optimizer, reducer, self.loss_scale)
+        self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
         self.progress = OptimizerProgress(optimizer)
         self.update = Update(optimizer, reducer, settings, scale_for(settings.owner, optimizer, self.loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
@@ -151,12 +154,12 @@ class WindowEnd(nn.Cell):
         if batches >= batches_of_window:
             output = self.construct(batches)
         else:
-            output = self.report.partial(batches)
+            output = self.reduction.partial_report(batches)
         return output
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        report = self.report.full(True, done)
+        report = self.reduction.report(True, done)
         bad, loss, overflow, scale, updated, norm, _, rate, weight = report[:9]
         before = ops.depend(self.progress.count + 0, report)
         if updated:
@@ -181,12 +184,12 @@ class WindowEnd(nn.Cell):
         return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        report = self.report
+        reduction = self.reduction
         return [
             self,
             self.update,
-            report.compiled_partial,
-            *report.compiled_full.values(),
+            reduction.compiled_partial_report,
+            *reduction.compiled_reports.values(),
             *self.updates.compiled_cells(),
         ]
 
@@ -198,9 +201,9 @@ class WindowEnd(nn.Cell):
             got = f"{count} where it had {known}"
             remedy = "Build a new step after add_param_group()."
             rule = "one whose parameters stay the same"
-            raise ValueError(argument_error(self.report.owner, "optimizer", rule, got, remedy))
+            raise ValueError(argument_error(self.reduction.owner, "optimizer", rule, got, remedy))
         self.is_eager = runs_eagerly(self.updates.compiles)
-        return self.report.run(self.is_eager)
+        return self.reduction.run(self.is_eager)
 
     def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
@@ -211,8 +214,8 @@ class WindowEnd(nn.Cell):
         run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
-        if self.is_eager and self.report.learning_rate.is_recorded:
-            with self.report.learning_rate.recording() as recorded:
+        if self.is_eager and self.reduction.learning_rate.is_recorded:
+            with self.reduction.learning_rate.recording() as recorded:
                 clipped_norm = run(*inputs)
             rate = recorded()
         else:
@@ -252,7 +255,7 @@ class WindowEnds:
         return cells
 
     def partial_output(self) -> StepOutput:
-        return self.of_optimizers[0].report.run_partial()
+        return self.of_optimizers[0].reduction.run_partial_report()
 
     def reduce(self) -> None:
         """Reduce the sums of a full window, and report on it."""
