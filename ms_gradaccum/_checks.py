@@ -76,7 +76,7 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
     raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
 
 
-class Settled:
+class FrozenAfterInit:
     """Base class of objects that read their settings once. A later assignment raises, since it would have no effect.
 
     A constructor ends with ``self._is_built = True``.
@@ -95,7 +95,7 @@ class Settled:
         super().__setattr__(name, value)
 
 
-class Uncopied:
+class NonCopyable:
     """Base class of training steps. A copy would share the optimizer or detach it, and hooks would not be called."""
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -17,8 +17,8 @@ from mindspore import Parameter, Tensor, mint, nn
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, set_mode
 from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.snapshot import Array, Snapshot, SnapshotTensors, as_array, kept, set_mode
 from ms_gradaccum.batch.split import Flattened, MicroBatch
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
@@ -95,9 +95,19 @@ class LossMeasurement:
     """
 
     def __init__(
-        self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool, several: bool = False
+        self,
+        network: nn.Cell,
+        parameters: Sequence[Parameter],
+        compiles: bool,
+        half: bool,
+        is_distributed: bool = False,
     ) -> None:
-        self.network, self.parameters, self.compiles, self.several = network, parameters, compiles, several
+        self.network, self.parameters, self.compiles, self.is_distributed = (
+            network,
+            parameters,
+            compiles,
+            is_distributed,
+        )
         self.dtype = _lowest_dtype(parameters, half)
         self.batches = 0
         self.is_on = True
@@ -106,7 +116,7 @@ class LossMeasurement:
         # The batch before, from a batch that is due until one that it is joined with.
         self.before: Batch | None = None
         # What the network was before a batch that is due, and the tensors that forward passes have changed so far.
-        self.state: KeptState | None = None
+        self.state: Snapshot | None = None
         self.moved: list[Tensor] = []
         self.passes: dict[Hashable, Eager | Compiled] = {}
         self.watch = _Watch(network.network, parameters)
@@ -162,7 +172,7 @@ class LossMeasurement:
         self.is_on = False
         self.state = self.before = self.last = None
         self.passes.clear()
-        warn(self.network.headed(text))
+        warn(self.network.with_owner(text))
 
     def _prepare(self) -> None:
         self.batches += 1
@@ -174,10 +184,10 @@ class LossMeasurement:
             self._begin()
 
     def _begin(self) -> None:
-        if self.several and NetworkCode(self.network.network).communicates():
+        if self.is_distributed and NetworkCode(self.network.network).communicates():
             self._tell(not_measured("its forward pass communicates with other processes"))
             return
-        state = KeptState(self.network.network, copied=self._is_copied)
+        state = Snapshot(self.network.network, copied=self._is_copied)
         if state.iterators:
             kind = type(state.iterators[0]).__name__
             self._tell(not_measured(f"the network reads an iterator ({kind}), which more passes would use up", ""))
@@ -248,7 +258,7 @@ class LossMeasurement:
                 return text
         return ""
 
-    def _finding(self, state: KeptState | None, a: Rows, b: Rows, loss_a: Loss | None, loss_b: Loss | None) -> str:
+    def _finding(self, state: Snapshot | None, a: Rows, b: Rows, loss_a: Loss | None, loss_b: Loss | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
         try:
             both = a.joined(b)
@@ -265,14 +275,14 @@ class LossMeasurement:
         if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
             self.has_told_shapes = True
             warn(
-                self.network.headed(
+                self.network.with_owner(
                     f"For '{_OWNER}', the batches of a window have different lengths ({shapes}), and each counts by "
                     f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {HIDE}"
                 )
             )
         return ""
 
-    def _moved_in(self, before: KeptState) -> list[Tensor]:
+    def _moved_in(self, before: Snapshot) -> list[Tensor]:
         """Return the tensors that forward passes have changed, but for those of BatchNorm and trained parameters."""
         norms = [cell for cell in before.cells if isinstance(cell, BATCH_NORMS)]
         owned = {id(each) for norm in norms for each in norm.get_parameters()}
@@ -280,7 +290,7 @@ class LossMeasurement:
         changed = [before.tensors.tensors[i] for i in before.tensors.changed()]
         return [each for each in changed if id(each) not in owned]
 
-    def _of_state(self, passes: "_Passes", before: KeptState | None, rows: Rows) -> str:
+    def _of_state(self, passes: "_Passes", before: Snapshot | None, rows: Rows) -> str:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
         if before is None:
             return ""
@@ -446,7 +456,7 @@ class LossMeasurement:
         has_hooks = code.has_hooks() or any(parameter.hooks() for parameter in self.parameters)
         # A compiled program that draws random numbers would go on with others.
         can_repeat = self.is_exact or runs_eagerly(self.compiles)
-        if can_repeat and len(parts) > 1 and self.dtype == ms.float32 and not (has_hooks or self.several):
+        if can_repeat and len(parts) > 1 and self.dtype == ms.float32 and not (has_hooks or self.is_distributed):
             self._guarded(lambda: self._exchange(program, parts[0], parts[-1]))
 
     def _exchange(self, program: "Program", a: Rows, b: Rows) -> None:
@@ -508,13 +518,13 @@ def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, err
             f"For '{_OWNER}', the network takes the {batch.size} rows of the batch, but not the {size} rows of a micro "
             f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
         )
-        error.args = (f"{network.headed(text)}\n{error}", *error.args[1:])
+        error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])
 
 
 class _Passes:
     """Forward passes of rows from one state of the network, as in training but without Dropout and BatchNorm."""
 
-    def __init__(self, measurement: LossMeasurement, state: KeptState) -> None:
+    def __init__(self, measurement: LossMeasurement, state: Snapshot) -> None:
         self.measurement, self.state = measurement, state
         self.has_evaluated = False
         self.prepare()
@@ -532,7 +542,7 @@ class _Passes:
         self.state.put_back()
         self.prepare()
 
-    def move_back(self, tensors: KeptTensors, place: int) -> None:
+    def move_back(self, tensors: SnapshotTensors, place: int) -> None:
         """Give a tensor its old value; one of floating-point numbers moves beyond it."""
         value = tensors.values[place]
         if tensors.tensors[place].is_floating_point():

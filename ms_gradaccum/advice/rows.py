@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum.backend.kept_state import Array, as_array
+from ms_gradaccum.backend.snapshot import Array, as_array
 from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
 
 _Combine = Callable[[int, Array, Array], Array]  # The axis of the rows, and the arrays of two micro batches.

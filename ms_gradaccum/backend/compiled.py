@@ -207,7 +207,7 @@ class Eager:
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.forgets:
-            forget_passes()
+            clear_autograd_records()
         with op_by_op():
             return self.cell(*tensors)
 
@@ -249,13 +249,13 @@ def op_by_op() -> Iterator[None]:
             yield
         except BaseException:
             # Without this, after two errors in a gradient MindSpore cannot even index a tensor.
-            forget_passes()
+            clear_autograd_records()
             raise
         finally:
             _pynative_executor.set_grad_flag(records)
 
 
-def forget_passes() -> None:
+def clear_autograd_records() -> None:
     """Free MindSpore's records of passes in PYNATIVE mode. Hooks stay."""
     records = _pynative_executor.grad_flag()
     _pynative_executor.clear_res()

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum.backend.kept_state import Array, few_elements
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, inner_optimizer, optimizers_in
+from ms_gradaccum.backend.snapshot import Array, few_elements
 from ms_gradaccum.backend.tensors import Done
 
 
-class Snapshot(NamedTuple):
+class Progress(NamedTuple):
     """A record of what an update moves, before it."""
 
     counted: int  # The updates that the optimizer has counted; 0 for one without a count.
@@ -31,13 +31,13 @@ class OptimizerProgress(nn.Cell):
         has_count = isinstance(getattr(inner, "global_step", None), Tensor)
         self.count = inner.global_step if has_count else Tensor([0])
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Progress:
         """Return what an update would move. Called by the host."""
         counted = self._counted()
         elements = [] if counted else [few_elements(each).copy() for each in all_parameters(self.optimizer)]
-        return Snapshot(counted, elements)
+        return Progress(counted, elements)
 
-    def has_updated(self, before: Snapshot, norm: Tensor, rate: Tensor) -> bool:
+    def has_updated(self, before: Progress, norm: Tensor, rate: Tensor) -> bool:
         """Return whether there was an update since ``before``, for a gradient and a rate. Called by the host."""
         if self._counted() != before.counted:
             return True

@@ -38,9 +38,9 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         remedy = "Have two real parameters, and make the complex number of them in the network."
         require(parameter.dtype not in mstype.complex_type, owner, "optimizer", rule, got, remedy)
     known = {id(parameter) for parameter in network.get_parameters()}
-    strangers = [repr(parameter.name) for parameter in optimizer.parameters if id(parameter) not in known]
-    got = f"{len(strangers)} parameters that it does not have, first {''.join(strangers[:1])}"
-    require(not strangers, owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY)
+    differing_ranks = [repr(parameter.name) for parameter in optimizer.parameters if id(parameter) not in known]
+    got = f"{len(differing_ranks)} parameters that it does not have, first {''.join(differing_ranks[:1])}"
+    require(not differing_ranks, owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY)
     # An optimizer inside another one may have a state of the same names, which no graph could tell apart.
     state = {id(item): (path, item) for path, item in reversed([*_named(optimizer)]) if id(item) not in known}
     names = [item.name for item in network.get_parameters()] + [item.name for _, item in state.values()]

@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.backend.arithmetic import as_dtype
 
 _OWNER = "ContrastiveLoss"
@@ -16,7 +16,7 @@ _MOST_BLOCKS = 32
 _NONE = -1e30
 
 
-class ContrastiveLoss(Settled, nn.Cell):
+class ContrastiveLoss(FrozenAfterInit, nn.Cell):
     r"""InfoNCE loss computed in blocks of rows: symmetric for two towers, supervised if there are labels.
 
     With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row (only the row at the same index,

@@ -10,7 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, check_cell, check_construct, check_int, require
+from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int, require
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -20,7 +20,7 @@ _OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of th
 _HALF = (ms.float16, ms.bfloat16)
 
 
-class GradCacheLoss(Settled, nn.Cell):
+class GradCacheLoss(FrozenAfterInit, nn.Cell):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
@@ -106,7 +106,7 @@ class GradCacheLoss(Settled, nn.Cell):
 
 
 class CachedLoss(WeightedLoss):
-    """Substitute that a micro batch differentiates in place of the loss. `FirstPass` has computed its gradient.
+    """Substitute that a micro batch differentiates in place of the loss. `CachePass` has computed its gradient.
 
     It returns the share of the loss, the share, and the `distance` of each output from the first pass's output.
     """

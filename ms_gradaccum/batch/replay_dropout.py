@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, argument_error, check_int, require
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int, require
 
 _OWNER = "ReplayDropout"
 # Odd constants of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
@@ -16,7 +16,7 @@ _SHIFTS = (16, 15, 16)
 _BITS = 24
 
 
-class ReplayDropout(Settled, nn.Cell):
+class ReplayDropout(FrozenAfterInit, nn.Cell):
     r"""Dropout whose mask depends only on a seed and on the positions of elements, so that it can be reproduced.
 
     In training each element is zero with probability `p`, and the others are divided by :math:`1 - p`, as in

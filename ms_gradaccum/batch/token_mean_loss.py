@@ -10,7 +10,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import (
-    Settled,
+    FrozenAfterInit,
     check_bool,
     check_cell,
     check_int,
@@ -32,7 +32,7 @@ Head: TypeAlias = nn.Cell | Parameter | tuple[Parameter, Parameter]
 _INTS = (*mstype.int_type, *mstype.uint_type)
 
 
-class TokenMeanLoss(Settled, nn.Cell):
+class TokenMeanLoss(FrozenAfterInit, nn.Cell):
     r"""Cross-entropy of a network's logits, summed over the valid tokens, and the number of these tokens.
 
     In :class:`GradAccumulation`, :class:`TrainOneStepCell`, :class:`Model` and :class:`Accumulator` the sums and the

@@ -9,12 +9,12 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list, require
-from ms_gradaccum.backend.kept_state import buffers_of
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
+from ms_gradaccum.backend.snapshot import buffers_of
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
@@ -118,7 +118,7 @@ class Contents:
         if isinstance(self.step, Accumulator):
             self.step.window.load_state_dict(saved["loop"])
 
-    def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
+    def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
         epoch = places[0].next_epoch if places else None
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)

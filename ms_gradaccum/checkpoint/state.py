@@ -24,13 +24,13 @@ from ms_gradaccum._checks import (
     listed,
     typed,
 )
-from ms_gradaccum.backend.kept_state import checked_random_states, put_random_states, random_states
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
+from ms_gradaccum.backend.snapshot import checked_random_states, put_random_states, random_states
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, SavedState, check_arguments
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
@@ -38,7 +38,7 @@ _SAVE, _LOAD = "save_state", "load_state"
 _SAVES, _LOADS = "saves a state", "loads a state"
 _Plan = list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
 # Values to assign once all ranks have accepted the state: tensors, random states, positions in the data, `extra`.
-_Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
+_Found = tuple[_Plan, State, list[DataPosition], dict[str, Json]]
 
 
 def save_state(
@@ -172,11 +172,11 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
     digests = zip(*(each for _, each in words))
     differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
     shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
-    strangers = sorted(name for name in differing if id(held[name].source) in shared)
-    if strangers:
+    differing_ranks = sorted(name for name in differing if id(held[name].source) in shared)
+    if differing_ranks:
         raise RuntimeError(
             f"For '{_SAVE}', the processes must have the same parameters, but got different ones of "
-            f"{strangers[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
+            f"{differing_ranks[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
         )
     return words[0][0], set(held) if contents.is_partitioned else differing | sums
 
@@ -275,7 +275,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
             # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
-        places = [PassPlace.of_json(place, len(everyone), random) for place in data["data"]]
+        places = [DataPosition.of_json(place, len(everyone), random) for place in data["data"]]
         # An open window continues on all ranks, even on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int, require
+from ms_gradaccum._checks import (
+    FrozenAfterInit,
+    check_bool,
+    check_path,
+    check_positive_float,
+    check_positive_int,
+    require,
+)
 from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
 from ms_gradaccum.checkpoint.state import claim_folder, load_state, save_state
@@ -20,7 +27,7 @@ from ms_gradaccum.parallel.world import current_world, exchange, gather_counts
 _OWNER = "StateCheckpoint"
 
 
-class StateCheckpoint(Settled, Callback):
+class StateCheckpoint(FrozenAfterInit, Callback):
     """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` can resume it.
 
     It saves at the end of each epoch and, on request, in between, also in the middle of a window. After a SIGTERM it
@@ -95,14 +102,14 @@ class StateCheckpoint(Settled, Callback):
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
         """Attach to a training of ``model`` in this context. Only the main thread can handle signals."""
-        hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
+        has_listener = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
         self.model, self._is_told_to_end = model, False
-        before = signal.signal(signal.SIGTERM, self._note_signal) if hears else None
+        before = signal.signal(signal.SIGTERM, self._note_signal) if has_listener else None
         try:
             yield
         finally:
             self.model = None
-            if hears:
+            if has_listener:
                 signal.signal(signal.SIGTERM, before)
 
     def _note_signal(self, *_: object) -> None:

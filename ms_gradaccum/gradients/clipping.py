@@ -8,7 +8,7 @@ from typing import ClassVar
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, check_positive_float32, require
+from ms_gradaccum._checks import FrozenAfterInit, check_positive_float32, require
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
@@ -49,7 +49,7 @@ def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequenc
 class NoClip(nn.Cell):
     """Placeholder used when gradients are not clipped."""
 
-    norm_passes = 1  # The number of passes over the gradients for norms, as in all clip classes.
+    num_norm_reductions = 1  # The number of passes over the gradients for norms, as in all clip classes.
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return grads
@@ -61,7 +61,7 @@ class NoClip(nn.Cell):
         return norm
 
 
-class ClipByGlobalNorm(Settled, nn.Cell):
+class ClipByGlobalNorm(FrozenAfterInit, nn.Cell):
     r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
 
     All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, which keeps the direction.
@@ -93,7 +93,7 @@ class ClipByGlobalNorm(Settled, nn.Cell):
         [0.6 0.8]
     """
 
-    norm_passes = 1
+    num_norm_reductions = 1
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class ClipByGlobalNorm(Settled, nn.Cell):
         return ops.minimum(norm, Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm)
 
 
-class ClipByValue(Settled, nn.Cell):
+class ClipByValue(FrozenAfterInit, nn.Cell):
     r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
 
     Args:
@@ -147,7 +147,7 @@ class ClipByValue(Settled, nn.Cell):
         [-3.  3.  3.]
     """
 
-    norm_passes = 2  # The norm after clipping needs its own pass.
+    num_norm_reductions = 2  # The norm after clipping needs its own pass.
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class ClipByGroupNorm:
 
     limits: Mapping[str, float]
 
-    norm_passes: ClassVar[int] = 3  # The norms of all gradients, of each group, and after clipping.
+    num_norm_reductions: ClassVar[int] = 3  # The norms of all gradients, of each group, and after clipping.
 
     def __post_init__(self) -> None:
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."

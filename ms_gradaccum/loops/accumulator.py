@@ -13,8 +13,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import (
-    Settled,
-    Uncopied,
+    FrozenAfterInit,
+    NonCopyable,
     check_choice,
     check_type,
     refuse_unknown,
@@ -49,7 +49,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(Settled, Uncopied, SavedLoop, Observed):
+class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
@@ -169,7 +169,7 @@ class Accumulator(Settled, Uncopied, SavedLoop, Observed):
         self.add_grads: Any = first.add_grads_cell if is_single else None
         self.end: Any = first.ends[0] if is_single else None
         # True if a batch without a weight counts as much as others of its update.
-        self.counts_alike = self.steps > 1 or first.several
+        self.counts_alike = self.steps > 1 or first.is_distributed
         self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None
         self._is_built = True
 

@@ -16,12 +16,12 @@ from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
-from ms_gradaccum.backend.kept_state import checked_random_states, host_random_states, put_random_states
+from ms_gradaccum.backend.snapshot import checked_random_states, host_random_states, put_random_states
 
 # The seed that MindSpore takes for "not set".
 _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
-# The rules for the counts of a `PassPlace` in a state.
+# The rules for the counts of a `DataPosition` in a state.
 _COUNTS: dict[str, Callable[[object], bool]] = {"epoch": lambda epoch: is_count(epoch, -1), "first_epoch": is_count}
 _COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or is_count(count))
 
@@ -127,7 +127,7 @@ def rest_of(
     return iterator
 
 
-class PassPlace(NamedTuple):
+class DataPosition(NamedTuple):
     """The position of a process in its data."""
 
     epoch: int  # Number of the pass, from 0 on; -1 before the first one.
@@ -143,7 +143,7 @@ class PassPlace(NamedTuple):
         return {name: getattr(self, name) for name in _COUNTS} | {"sources": sources}
 
     @staticmethod
-    def of_json(saved: State, ranks: int, random_now: State) -> "PassPlace":
+    def of_json(saved: State, ranks: int, random_now: State) -> "DataPosition":
         """Return the place in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
         counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
@@ -151,14 +151,14 @@ class PassPlace(NamedTuple):
             rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
             seed, states = check_saved(sources, "the seed of its data", rules).values()
             sources = Sources(seed, checked_random_states(states, "the state", has_device=False))
-        return PassPlace(**counts, sources=sources, ranks=ranks, random_now=random_now)
+        return DataPosition(**counts, sources=sources, ranks=ranks, random_now=random_now)
 
     @property
     def next_epoch(self) -> int:
         """Number of the pass of the next batch."""
         return self.epoch + (self.batches is None)
 
-    def among(self, length: int | None, ranks: int) -> "PassPlace":
+    def among(self, length: int | None, ranks: int) -> "DataPosition":
         """Return the place for another number of ranks, each with ``length`` batches in a pass.
 
         The remaining samples are shared anew. If they do not divide evenly, some come twice.

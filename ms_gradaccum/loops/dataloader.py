@@ -11,7 +11,7 @@ from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum._checks import State, argument_error, typed
-from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
+from ms_gradaccum.loops.data_position import DataPosition, Sources, rest_of
 from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.schedule import PreparedScheduler
@@ -102,7 +102,7 @@ class PreparedDataset:
     def _begin(self) -> tuple[int, Sources, State | None]:
         """Begin or resume a pass. Return the batches to skip, its order, and the states after its first batch."""
         resumed = self.window.places.pop(self.number, None)
-        place = resumed or PassPlace(self.epoch, None, None, None)
+        place = resumed or DataPosition(self.epoch, None, None, None)
         place = place.among(None if place.length is None else len(self), self.ranks)
         self.epoch = place.next_epoch
         self.window.begin_pass(self.handed, resumed is not None)
@@ -110,7 +110,7 @@ class PreparedDataset:
             return 0, Sources.now(self.ranks), None
         return place.batches, place.sources or Sources.now(self.ranks), place.random_now
 
-    def place(self) -> PassPlace:
+    def place(self) -> DataPosition:
         """Return the position of this process in its data, between two batches."""
         length = len(self) if isinstance(self.dataset, (Dataset, Sized)) else None
         if self.number in self.window.places:
@@ -119,17 +119,17 @@ class PreparedDataset:
         if self.handed.is_ahead and self.handed.waiting:
             # Fetched batches that were not trained count as not taken.
             first = self.handed.waiting[0]
-            return PassPlace(first.epoch, first.place - 1, length, first.origin, self.ranks)
+            return DataPosition(first.epoch, first.place - 1, length, first.origin, self.ranks)
         newest = self.handed.newest
         if newest is None or newest.is_last or not self.handed.is_open:
-            return PassPlace(self.epoch, None, length, None, self.ranks)
+            return DataPosition(self.epoch, None, length, None, self.ranks)
         if self.ranks > 1 and newest.place > self.common:
             raise RuntimeError(
                 f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
                 f"{newest.place} of a pass in which some have {self.common}. Save it before, or after the pass."
             )
         newest.origin.check_known(self.dataset, self.ranks)
-        return PassPlace(self.epoch, newest.place, length, newest.origin, self.ranks)
+        return DataPosition(self.epoch, newest.place, length, newest.origin, self.ranks)
 
 
 class PreparedIterator:

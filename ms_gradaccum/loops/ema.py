@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, check_number, check_positive_float, require
+from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_number, check_positive_float, require
 from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
@@ -22,7 +22,7 @@ def _move(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
     return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
 
 
-class EMA(Settled, nn.Cell, Callback, StatefulCallback):
+class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
     r"""Average the weights exponentially over the updates, and evaluate with the averages.
 
     At optimizer update :math:`t` (skipped windows make none), each average moves as in mindcv and mindone:

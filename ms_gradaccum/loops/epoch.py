@@ -10,9 +10,9 @@ from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import check_choice, require, warn
-from ms_gradaccum.backend.kept_state import put_device_random_state
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
-from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
+from ms_gradaccum.backend.snapshot import put_device_random_state
+from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -65,7 +65,7 @@ class PassSteps(Callback):
     before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
     run_context: RunContext = None
     sources: Sources | None = None
-    resumed: PassPlace | None = None
+    resumed: DataPosition | None = None
 
     def __init__(
         self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int, epochs: int
@@ -79,7 +79,7 @@ class PassSteps(Callback):
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths: list[int] = [self.length]
-        if self.train_step.windows[0].several:
+        if self.train_step.windows[0].is_distributed:
             lengths = gather_counts("begins to train a Model", self.length)
         # In a pass, the number of steps on every process, and the number of batches that all processes have.
         self.steps, self.common = max(lengths), min(lengths)
@@ -118,7 +118,7 @@ class PassSteps(Callback):
         batches = self.done % self.steps
         return batches == 0 or batches < self.common or self.common == self.steps
 
-    def place(self) -> PassPlace:
+    def place(self) -> DataPosition:
         """Return the position of this process in its data, after a step."""
         require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
         passes, batches = divmod(self.done, self.steps)
@@ -131,7 +131,7 @@ class PassSteps(Callback):
             self.sources.check_known(self.dataset, self.world.size)
         # Between two passes, the place is the end of the last one.
         epoch, taken = self.first_epoch + passes - (batches == 0), batches or None
-        return PassPlace(epoch, taken, self.length, self.sources, self.world.size, first_epoch=self.first_epoch)
+        return DataPosition(epoch, taken, self.length, self.sources, self.world.size, first_epoch=self.first_epoch)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.run_context = run_context

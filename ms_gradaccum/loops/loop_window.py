@@ -9,7 +9,7 @@ from mindspore import nn
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.optimizers import check_claims
-from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
 from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
@@ -42,7 +42,7 @@ class LoopWindow:
         self.schedulers: list[PreparedScheduler] = []
         self.numbers = itertools.count()  # Numbers for the prepared datasets.
         # Positions from a loaded state at which the datasets continue, by the number of the dataset.
-        self.places: dict[int, PassPlace] = {}
+        self.places: dict[int, DataPosition] = {}
         self.passes = ActivePasses()
         # The prepared batches that the current batch consists of (expected, until it is recognised), and its rows if it
         # is a piece of one.
@@ -75,7 +75,7 @@ class LoopWindow:
             yield
         except BaseException as raised:
             error = raised
-            if self.networks[0].goes_on(error):
+            if self.networks[0].can_continue_after(error):
                 self._join_batch()
                 self._end_joined()
             elif self._awaits_batch:
@@ -91,7 +91,7 @@ class LoopWindow:
                 trained.count.set(self.batches)
             for each in self._batches:
                 each.source.train(each, self._piece_rows, self._is_known)
-        if error is None or self.networks[0].goes_on(error):
+        if error is None or self.networks[0].can_continue_after(error):
             for source in [each.source for each in self._batches if each.source.joins and not each.source.waiting]:
                 missing, source.joins = source.joins, 0
                 self.join_others(missing, self._batches[0].epoch)
@@ -195,16 +195,16 @@ class LoopWindow:
         lengths = {each.length for each in batches}
         rows = lengths.pop() if len(lengths) == 1 and trained.network.batch_axis == 0 else None
         is_whole = all(each.pieces == 0 for each in batches)
-        is_alone = self.config.accumulation_steps == 1 and self.config.schedule is None and not trained.several
+        is_alone = self.config.accumulation_steps == 1 and self.config.schedule is None and not trained.is_distributed
         if not (is_alone or (rows and is_whole) or self._has_warned_of_rows):
             self._has_warned_of_rows = True
             warn(UNWEIGHTED)
         return float(rows or 1)
 
-    def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
+    def begin_pass(self, handed: HandedBatches, can_continue_after: bool) -> None:
         """Begin or continue a pass; warn if the previous pass over the same data left a window open."""
         is_over = bool(handed.depth) or not handed.waiting
-        left = handed.current is not None and is_over and not goes_on and not self._is_withheld
+        left = handed.current is not None and is_over and not can_continue_after and not self._is_withheld
         if not self.passes.begin(handed) and left and self.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
 

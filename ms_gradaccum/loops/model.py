@@ -15,7 +15,7 @@ from mindspore.train import Callback, Metric
 from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import (
-    Settled,
+    FrozenAfterInit,
     check_bool,
     check_cell,
     check_choice,
@@ -29,7 +29,7 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
-from ms_gradaccum.loops.data_position import PassPlace, first_batch
+from ms_gradaccum.loops.data_position import DataPosition, first_batch
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
@@ -44,7 +44,7 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 _OWNER = "Model"
 
 
-class Model(Settled, ms.Model):
+class Model(FrozenAfterInit, ms.Model):
     r"""Train, evaluate and predict as ``mindspore.train.Model`` does, with gradient accumulation.
 
     `train`, `fit`, `eval`, `predict` and callbacks work as they are documented there. One call of the training network
@@ -115,7 +115,7 @@ class Model(Settled, ms.Model):
     _steps: PassSteps | None = None
     _resume = _has_trained = False
     has_rates_checked = False  # True once the first training has compared a list of learning rates with its updates.
-    resumed_place: PassPlace | None = None
+    resumed_place: DataPosition | None = None
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Model(Settled, ms.Model):
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
-        if self._train_network.windows[0].several:
+        if self._train_network.windows[0].is_distributed:
             self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
@@ -333,7 +333,7 @@ class Model(Settled, ms.Model):
             return None
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
-        if self._train_network.windows[0].several:
+        if self._train_network.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
@@ -369,7 +369,7 @@ class Model(Settled, ms.Model):
         return self._steps is None or self._steps.is_common
 
     @property
-    def data_place(self) -> PassPlace | None:
+    def data_place(self) -> DataPosition | None:
         """The position of this training in its data, or that of a loaded state; None without either."""
         return self.resumed_place if self._steps is None else self._steps.place()
 

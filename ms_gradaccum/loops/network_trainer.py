@@ -14,8 +14,8 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import as_array
 from ms_gradaccum.backend.optimizers import check_optimizer
+from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -26,7 +26,7 @@ from ms_gradaccum.parallel.reduced import check_not_late
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.micro_step import AddMicroBatch, keep_if
+from ms_gradaccum.training.micro_step import AddMicroBatch, where_finite
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -110,7 +110,7 @@ class TrainedNetwork(Window):
         try:
             outputs = self.add(args, kwargs, is_last, weight)
         except BaseException as error:
-            self.has_batch = self.goes_on(error)  # The other ranks count it as a batch.
+            self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
         loss: Tensor = outputs[0][0]
@@ -126,16 +126,16 @@ class TrainedNetwork(Window):
         if self.watch.is_on:
             self.watch.begin_batch()
         parameters = [*self.micro_steps.parameters]
-        if not self.comes_reduced and any(each.hooks() for each in parameters):
+        if not self.grads_are_reduced and any(each.hooks() for each in parameters):
             check_not_late(_OWNER, self.network)
-        added = () if self.reducers[0].keeps_grads else _check_grads(grads, parameters)
+        added = () if self.reducers[0].holds_grads else _check_grads(grads, parameters)
         if self.watch.is_on and self.settings.accumulation_steps > 1:
             self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
         numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
         self.run_add_grads(*numbers, *added)
-        if self.several and self.first is None and not self.comes_reduced:
+        if self.is_distributed and self.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
             self.note_first("gradients", telling, weight)
@@ -191,8 +191,8 @@ class AddGrads(AddMicroBatch):
         # A mean over nothing is 0 / 0.
         has_rows = factor != 0.0
         if len(grads) > 0:
-            grads = map_tensors(ops.partial(keep_if, has_rows), grads)
-        return self.added(keep_if(has_rows, value), weight, factor, grads, ())
+            grads = map_tensors(ops.partial(where_finite, has_rows), grads)
+        return self.added(where_finite(has_rows, value), weight, factor, grads, ())
 
 
 class BatchMeanLoss(nn.Cell):

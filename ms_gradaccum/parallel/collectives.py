@@ -75,7 +75,7 @@ class AllGather(nn.Cell):
         return self.all_reduce(ops.where(self.own_row, values, ops.zeros_like(values)))
 
 
-class ReduceTogether(nn.Cell):
+class BucketedReduce(nn.Cell):
     """Sum of tensors over all ranks in one message. Each rank of a group keeps its rows of the result.
 
     In 16 bits, the tensors are divided by a weight before sending: a sum over many rows can overflow where its mean
@@ -115,8 +115,8 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
 
 
 def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.CellList:
-    """Return a `ReduceTogether` for each message."""
-    return nn.CellList([ReduceTogether(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
+    """Return a `BucketedReduce` for each message."""
+    return nn.CellList([BucketedReduce(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
 
 
 def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:

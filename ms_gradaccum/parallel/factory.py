@@ -11,9 +11,9 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import is_a, listed, require, warn
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.kept_state import constants_of
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
+from ms_gradaccum.backend.snapshot import constants_of
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
@@ -22,7 +22,13 @@ from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
-from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, strangers, tell_peers
+from ms_gradaccum.parallel.world import (
+    broadcast_parameters,
+    check_agreement,
+    current_world,
+    differing_ranks,
+    tell_peers,
+)
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
@@ -236,7 +242,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
     tensors, constants, seed = [*parameters.values(), *network.buffers()], constants_of(network), "mindspore.set_seed()"
-    differ, have_other_constants = strangers(tensors), strangers(constants.values())
+    differ, have_other_constants = differing_ranks(tensors), differing_ranks(constants.values())
     sent = _sent_forward(network) if differ or have_other_constants else []
     if differ:
         # Networks whose gradients come reduced have shards, which may differ.

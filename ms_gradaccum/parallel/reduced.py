@@ -96,8 +96,8 @@ class ReducedReducer(DataParallelReducer):
     ) -> None:
         super().__init__(optimizer, buffer, layout, rank, settings)
         ranks = layout.world.size
-        self.several = ranks > 1
-        self.comes_reduced = True
+        self.is_distributed = ranks > 1
+        self.grads_are_reduced = True
         self.schedulers = schedulers_of(network)
         # True if the network accumulates its gradients itself and reduces them in the last micro batch of a window.
         self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
@@ -107,7 +107,7 @@ class ReducedReducer(DataParallelReducer):
         self.is_scaled = settings.mean or scale != 1.0
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
-        self.checks_next = self.several  # If gradients were not reduced, the first update shows it.
+        self.checks_next = self.is_distributed  # If gradients were not reduced, the first update shows it.
         self.restart()
 
     def max_micro_batches(self, micro_batches: int) -> int:
@@ -120,7 +120,7 @@ class ReducedReducer(DataParallelReducer):
         return micro_batches
 
     def check_window(self, owner: str) -> None:
-        if self.keeps_grads:
+        if self.holds_grads:
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
         factors = self.factors
         own = zlib.crc32(np.array(factors).tobytes()) >> 1
@@ -135,7 +135,7 @@ class ReducedReducer(DataParallelReducer):
                 if self.is_empty:
                     each.zero_grads()
                 each.set_requires_grad_sync(is_last)
-            self.is_empty, self.keeps_grads = False, not is_last
+            self.is_empty, self.holds_grads = False, not is_last
 
     def end_micro_batch(self, factor: float | None = None) -> None:
         if factor is not None:
@@ -149,7 +149,7 @@ class ReducedReducer(DataParallelReducer):
             each.hsdp_state.shard()
 
     def restart(self) -> None:
-        self.is_empty, self.keeps_grads = True, self.accumulates
+        self.is_empty, self.holds_grads = True, self.accumulates
         self.factors: list[float] = []  # The factors of the caller's gradients in this window.
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -18,11 +18,11 @@ from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 class GradientReducer(nn.Cell):
     """Reduce the buffer at the end of a window, before and after the optimizer. This class is for one process."""
 
-    several = False
+    is_distributed = False
     every_batch = False  # True if the ranks communicate in each micro batch and not only in each update.
-    comes_reduced = False  # True if the gradients of a micro batch are already reduced over all ranks.
-    # True if the network accumulates gradients itself; keeps_grads: until the last micro batch of the window.
-    accumulates = keeps_grads = False
+    grads_are_reduced = False  # True if the gradients of a micro batch are already reduced over all ranks.
+    # True if the network accumulates gradients itself; holds_grads: until the last micro batch of the window.
+    accumulates = holds_grads = False
     has_shards = False  # True if the parameters of the network are shards.
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
@@ -41,7 +41,7 @@ class GradientReducer(nn.Cell):
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(doing, count)) if self.several else count
+        return max(gather_counts(doing, count)) if self.is_distributed else count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
@@ -113,7 +113,7 @@ class GradientReducer(nn.Cell):
 class DataParallelReducer(GradientReducer):
     """Reducer for ranks with replicas of the parameters, which all-reduce the sums at the end of a window."""
 
-    several = True
+    is_distributed = True
 
     def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Kind) -> None:
         super().__init__(optimizer.parameters, buffer)

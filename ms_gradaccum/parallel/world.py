@@ -19,7 +19,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.kept_state import few_elements
+from ms_gradaccum.backend.snapshot import few_elements
 from ms_gradaccum.backend.tensors import Array
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
@@ -222,7 +222,7 @@ def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
     return total.hexdigest()
 
 
-def strangers(tensors: Iterable[Tensor]) -> list[int]:
+def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose values differ from rank 0 in any bit. Collective."""
     digests = gather_values("compares parameters", digest(tensors))
     return [rank for rank, value in enumerate(digests) if value != digests[0]]
@@ -230,7 +230,7 @@ def strangers(tensors: Iterable[Tensor]) -> list[int]:
 
 def check_equal(parameters: Iterable[Parameter]) -> None:
     """Raise on every rank if the ranks' weights differ after an update. Collective."""
-    if ranks := strangers(parameters):
+    if ranks := differing_ranks(parameters):
         raise RanksDiffer(
             f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
             f"from rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."

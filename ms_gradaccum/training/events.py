@@ -89,7 +89,7 @@ class Events:
         rules = dict.fromkeys(self._COUNTS, is_count)
         vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
 
-    def hears(self, callback: object) -> bool:
+    def has_listener(self, callback: object) -> bool:
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
 
     def add(self, callback: object) -> None:
@@ -107,7 +107,7 @@ class Events:
         """Within this context, add the ``callbacks`` that have event methods and do not listen yet."""
         before = {name: list(methods) for name, methods in self._listeners.items()}
         for callback in callbacks:
-            if _methods_of(callback) and not self.hears(callback):
+            if _methods_of(callback) and not self.has_listener(callback):
                 self.add(callback)
         try:
             yield
@@ -171,7 +171,7 @@ class Observed:
         """
         self.adopt([callback])
         # A callback that gets each update twice would change its tensors twice.
-        if not (isinstance(callback, StatefulCallback) and self.events.hears(callback)):
+        if not (isinstance(callback, StatefulCallback) and self.events.has_listener(callback)):
             self.events.add(callback)
 
 
@@ -182,7 +182,7 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
             f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
             f"{type(train_step).__name__}. Import Model from ms_gradaccum."
         )
-    if not train_step.events.hears(callback):
+    if not train_step.events.has_listener(callback):
         raise ValueError(
             f"For '{owner}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
             f"for that. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."

@@ -11,7 +11,7 @@ from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
-    Settled,
+    FrozenAfterInit,
     argument_error,
     check_cell,
     check_choice,
@@ -61,7 +61,7 @@ def _of_network(name: str) -> Callable[..., object]:
     return register
 
 
-class GradAccumulation(Settled, nn.Cell):
+class GradAccumulation(FrozenAfterInit, nn.Cell):
     r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
 
     Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that the whole
@@ -184,13 +184,13 @@ class GradAccumulation(Settled, nn.Cell):
         """The names of the network's arguments."""
         return list(self._signature.parameters)
 
-    def headed(self, text: str) -> str:
+    def with_owner(self, text: str) -> str:
         """Return a message about a batch that begins with the class that the user called."""
         return text.replace(f"For '{_OWNER}'", f"For '{self.owner}'")
 
     def head(self, error: BaseException) -> None:
         """Make an error of a batch begin with the class that the user called."""
-        error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(self.with_owner(each) if isinstance(each, str) else each for each in error.args)
 
     def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> bool:
         """Add to an error of a micro batch, after its first line, which inputs may be split by mistake, if any."""

@@ -13,7 +13,7 @@ from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.arithmetic import ONE, scale_wide
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, forget_passes, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, clear_autograd_records, op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.backend.thread_pool import in_thread_pool
@@ -130,15 +130,15 @@ class AddMicroBatch(nn.Cell):
         if self.may_be_empty:
             # Not ops.greater, which would leave out a weight that is NaN, too.
             has_weight = weight != 0.0
-            loss_sum = keep_if(has_weight, loss_sum)
-            grads = map_tensors(ops.partial(keep_if, has_weight), grads)
+            loss_sum = where_finite(has_weight, loss_sum)
+            grads = map_tensors(ops.partial(where_finite, has_weight), grads)
         if self.drops:
             # The squares must be finite in float32, as those of a window must be.
             finite = ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
             if self.checks_loss:
                 finite = ops.logical_and(finite, ops.isfinite(loss_sum + weight))
-            loss_sum, weight = map_tensors(ops.partial(keep_if, finite), (loss_sum, weight))
-            grads = map_tensors(ops.partial(keep_if, finite), grads)
+            loss_sum, weight = map_tensors(ops.partial(where_finite, finite), (loss_sum, weight))
+            grads = map_tensors(ops.partial(where_finite, finite), grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.has_notes:
@@ -170,7 +170,7 @@ class AddMicroBatch(nn.Cell):
         return done
 
 
-def keep_if(condition: Tensor, value: Tensor) -> Tensor:
+def where_finite(condition: Tensor, value: Tensor) -> Tensor:
     """Return ``value``, or zeros unless ``condition`` is true. A product with 0 would keep NaN and Inf."""
     return ops.select(condition, value, ops.zeros_like(value))
 
@@ -192,15 +192,15 @@ class StepParts(NamedTuple):
         is_empty: bool = False,
     ) -> "StepParts":
         """Build the parts for a loss, run op by op (``eager``) or compiled; ``is_empty`` for batches of weight 0."""
-        comes_reduced = reducers[0].comes_reduced
+        grads_are_reduced = reducers[0].grads_are_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
-        micro_loss = MicroLoss(loss, settings.precision, divides=not comes_reduced)
+        micro_loss = MicroLoss(loss, settings.precision, divides=not grads_are_reduced)
         parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
         adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
-        adding.may_be_empty = (loss.may_be_empty or is_empty) and not comes_reduced
+        adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
         # Gradients of all ranks have the same factor, for any number of rows per rank.
-        start: BackwardStart = "sum" if comes_reduced else backward_start_of(loss, micro_loss.half, eager)
+        start: BackwardStart = "sum" if grads_are_reduced else backward_start_of(loss, micro_loss.half, eager)
         return StepParts(micro_loss, parameters, adding, start)
 
 
@@ -253,7 +253,7 @@ class EagerMicroStep:
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.has_run = self.adding.has_run = False
         if self.forgets_passes:
-            forget_passes()
+            clear_autograd_records()
         self.reducer.begin_micro_batch(self.is_last)
         values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()

@@ -24,8 +24,8 @@ from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.cache_pass import CachePass
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.first_pass import FirstPass
 from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
@@ -62,36 +62,36 @@ class MicroSteps:
     ) -> None:
         self.owner, self.network, self.reducers = settings.owner, network, reducers
         self.settings, self.events = settings, events
-        several, self.comes_reduced = reducers[0].several, reducers[0].comes_reduced
-        if self.comes_reduced:
+        is_distributed, self.grads_are_reduced = reducers[0].is_distributed, reducers[0].grads_are_reduced
+        if self.grads_are_reduced:
             _check_reduced(self.owner, network, settings)
         warn_of_slow_convolutions(self.owner, network)
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         self.parameters, half = self.cell.parameters, self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
-        self.first_pass: FirstPass | None = None
+        self.cache_pass: CachePass | None = None
         if network.is_cached:
-            self.first_pass = FirstPass(self.owner, network, self.cell, reducers[0])
+            self.cache_pass = CachePass(self.owner, network, self.cell, reducers[0])
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks may have more micro batches in a batch.
-        self.waits_for_others = several or self.comes_reduced
+        self.waits_for_others = is_distributed or self.grads_are_reduced
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), self.owner, "the empty step")
         self.cells = [cell for _, cell in network.cells_and_names()]
         self.jit_parts = JitParts(self.cells, network.get_parameters())
-        self.measurement = LossMeasurement(network, self.parameters, settings.compiles, half, several)
-        adds_parts = network.micro_size > 1 or settings.accumulation_steps > 1 or several
+        self.measurement = LossMeasurement(network, self.parameters, settings.compiles, half, is_distributed)
+        adds_parts = network.micro_size > 1 or settings.accumulation_steps > 1 or is_distributed
         # Where a network reduces its gradients itself, its forward passes communicate.
-        can_measure = not (network.is_cached or self.comes_reduced)
+        can_measure = not (network.is_cached or self.grads_are_reduced)
         self.measurement.is_on = settings.check_loss and adds_parts and can_measure
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
-        return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
+        cache_pass = [] if self.cache_pass is None else self.cache_pass.compiled_cells()
+        return [self.cell, self.empty_step, *self.by_structure.values(), *cache_pass]
 
     def run(
         self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None, is_first: bool = False
@@ -104,15 +104,15 @@ class MicroSteps:
         eager = runs_eagerly(self.settings.compiles)
         if eager:
             self.jit_parts.follow()
-        if self.comes_reduced:
+        if self.grads_are_reduced:
             check_hooks_run(self.owner, eager)
         elif eager or not self.has_begun:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self._split(inputs, eager)
         self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
-        if self.first_pass is not None:
-            split, batch_rows = self.first_pass.run(inputs, split, eager)
+        if self.cache_pass is not None:
+            split, batch_rows = self.cache_pass.run(inputs, split, eager)
         structure, micro_batches = split
         kind = StepKind(is_empty=weight == 0.0)
         step = self._micro_step(structure, micro_batches, eager, kind)
@@ -178,8 +178,8 @@ class MicroSteps:
                 if heard:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(steps)
-            if self.first_pass is not None:
-                self.first_pass.check(outputs)
+            if self.cache_pass is not None:
+                self.cache_pass.check(outputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -196,7 +196,7 @@ class MicroSteps:
         try:
             return self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
         except Exception:
-            if self.comes_reduced:
+            if self.grads_are_reduced:
                 # The other ranks compare their numbers of micro batches, and raise for this 0.
                 with suppress(ValueError, RuntimeError):
                     self.reducers[0].max_micro_batches(0)
@@ -207,7 +207,7 @@ class MicroSteps:
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             warn_of_modes(self.owner, self.network, self.settings.accumulation_steps > 1)
-            if eager and not self.comes_reduced:
+            if eager and not self.grads_are_reduced:
                 _LOGGER.warning(
                     "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                     "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
@@ -243,7 +243,7 @@ class MicroSteps:
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
-            if self.first_pass is not None:
+            if self.cache_pass is not None:
                 self.reducers[0].gather_rows(0, [])
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
@@ -273,7 +273,7 @@ class MicroSteps:
         why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
         # Several ranks share the cores, and their messages must keep one order.
-        is_pooled = not self.reducers[0].several and thread_pool_is_faster(
+        is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
             self.network, self.parameters, *micro_batches[0], self.cell.jit_config_dict
         )
 

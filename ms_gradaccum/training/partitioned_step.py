@@ -82,7 +82,7 @@ class Step(nn.Cell):
 class PartitionedStep(Step):
     """One batch, one window, one update, in one graph, which the compiler partitions on Ascend and GPU."""
 
-    several = False
+    is_distributed = False
     # A hook on the optimizer would change the graph that the compiler partitions.
     watches_calls = False
 

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn, warn_of_open
+from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn, warn_of_open
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
@@ -53,7 +53,7 @@ class HostDrivenStep(Step):
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
-            if self.window.goes_on(error):
+            if self.window.can_continue_after(error):
                 self._end_batch(batches)  # The other ranks end theirs, too.
             else:
                 self.events.batches -= 1
@@ -91,7 +91,7 @@ class HostDrivenStep(Step):
         except BaseException as error:
             # Otherwise its rows would be in the next window, too.
             self.window.discard(for_all=True)
-            if self.window.goes_on(error):
+            if self.window.can_continue_after(error):
                 self.events.update_end(self.window.close())
             raise
         output = self.window.close()
@@ -146,7 +146,7 @@ def _look_in_graph(number: int) -> None:
         step.look_in_graph()
 
 
-class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
+class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
     .. code-block:: python
@@ -334,7 +334,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def _agree_to_exit(self) -> None:
         """Let MindSpore's ``OnRequestExit`` end the training once all ranks have the request."""
         # Before the batch, which may fail only on this rank.
-        if self.windows[0].several:
+        if self.windows[0].is_distributed:
             is_missing = 1 - int(self.init_param.asnumpy().item())
             most = self.windows[0].reducers[0].most("begins a batch", is_missing)
             self.exit_param.set_data(Tensor(most == 0))

@@ -54,13 +54,13 @@ class Window:
         self.owner, self.network, self.settings = settings.owner, network, settings
         self.optimizers, self.reducers = list(optimizers), list(reducers)
         self.loss_scale = settings.precision.loss_scale
-        self.several, self.comes_reduced = reducers[0].several, reducers[0].comes_reduced
+        self.is_distributed, self.grads_are_reduced = reducers[0].is_distributed, reducers[0].grads_are_reduced
         # The first buffer counts the batches for all.
         self.count = BatchCount(reducers[0].buffer)
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        watched = None if self.comes_reduced else network
+        watched = None if self.grads_are_reduced else network
         self.watch = WindowWatch(settings.owner, watched, self.optimizers, self.count)
         self._in_use = threading.Lock()
 
@@ -132,12 +132,12 @@ class Window:
             warn_of_dropped(self.owner, batches)
         if not self.is_open:
             self.watch.restart()
-        if self.goes_on(error):
+        if self.can_continue_after(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
     def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
         """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
-        if self.several and self.first is None:
+        if self.is_distributed and self.first is None:
             tensors, reducing = Flattened(inputs).tensors, schedulers_of(self.network)
             code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
             rows = 0.0 if self.network.weighted else rows
@@ -145,15 +145,15 @@ class Window:
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
-        if self.several:
+        if self.is_distributed:
             shared = [each for reducer in self.reducers for each in reducer.shared()]
             averages = sorted(self.micro_steps.events.attached)
             compare_ranks(self.owner, self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
             self.first = NO_INPUT
 
-    def goes_on(self, error: BaseException) -> bool:
+    def can_continue_after(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error that a program may catch."""
-        can = self.several and not (is_lost(self.owner, error) or self.comes_reduced)
+        can = self.is_distributed and not (is_lost(self.owner, error) or self.grads_are_reduced)
         return can and isinstance(error, Exception) and not isinstance(error, (StopIteration, RanksDiffer))
 
     def partial_output(self) -> StepOutput:
@@ -165,7 +165,7 @@ class Window:
         if self.outputs is None:
             self.ended += 1
             try:
-                if self.comes_reduced:
+                if self.grads_are_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce() for end in self.ends]
                 if self.ended.bit_count() == 1:  # In windows 1, 2, 4, 8 and so on.
@@ -187,7 +187,7 @@ class Window:
                 measured = self._skipped(measured)
                 for reducer in self.reducers:
                     reducer.buffer.clear()
-            if self.comes_reduced:
+            if self.grads_are_reduced:
                 self.reshard()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
@@ -225,15 +225,15 @@ class Window:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""
         for reducer in self.reducers:
             reducer.buffer.clear()
-            if for_all and self.several:
+            if for_all and self.is_distributed:
                 weight = reducer.buffer.weight
                 weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
-        weight = float(outputs[0].weight.asnumpy()) if self.several or not self.has_told else 0.0
-        if self.several and weight == -math.inf:
+        weight = float(outputs[0].weight.asnumpy()) if self.is_distributed or not self.has_told else 0.0
+        if self.is_distributed and weight == -math.inf:
             warn(
                 f"For '{self.owner}', a window must be whole on all ranks, but a batch of it has failed on one: all "
                 f"drop it, and the next update is that of the next window. The log of that rank has the error."
@@ -261,7 +261,7 @@ class Window:
         self.outputs, self.clip, self.has_loss = None, None, True
         if self.watch.is_on:
             self.watch.restart()
-        if self.comes_reduced:
+        if self.grads_are_reduced:
             for reducer in self.reducers:
                 reducer.restart()
         # Windows of one batch are not counted.

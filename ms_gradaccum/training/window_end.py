@@ -171,7 +171,7 @@ class WindowEnd(nn.Cell):
             rate = recorded()
         else:
             clipped_norm = run(output.grad_norm, *limit)
-        if self.reducer.several:
+        if self.reducer.is_distributed:
             self.reducer.check_replicas()
         self.has_updated = before is None or self.progress.has_updated(before, output.grad_norm, rate)
         if not self.has_updated:

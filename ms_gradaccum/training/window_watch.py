@@ -8,8 +8,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import listed, warn
-from ms_gradaccum.backend.kept_state import Array, as_array, few_elements
 from ms_gradaccum.backend.optimizers import settable_rates
+from ms_gradaccum.backend.snapshot import Array, as_array, few_elements
 from ms_gradaccum.gradients.buffer import BatchCount
 
 # The number of windows that are checked: it takes reads from the device.

@@ -178,7 +178,7 @@ def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
-    monkeypatch.setattr(step.body.window.reducers[0], "several", True)
+    monkeypatch.setattr(step.body.window.reducers[0], "is_distributed", True)
     structure, micro_batches = step.body.window.network.split(columns(4))
     compiled = step.body.window.micro_steps._compiled(structure, micro_batches, False)
     assert not compiled.cell.is_pooled

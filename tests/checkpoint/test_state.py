@@ -22,10 +22,10 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import DamagedState
-from ms_gradaccum.backend.kept_state import random_states
+from ms_gradaccum.backend.snapshot import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
-from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
+from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping
 from ms_gradaccum.parallel.world import World
 
 
@@ -339,7 +339,7 @@ def test_other_ranks_go_on_with_the_samples_that_are_left(ranks, now):
 
     taken = 4
     seen = [row for rank in range(ranks) for rows in batches(rank, ranks)[:taken] for row in rows]
-    place = PassPlace(0, taken, 24 // ranks, None, ranks).among(24 // now, now)
+    place = DataPosition(0, taken, 24 // ranks, None, ranks).among(24 // now, now)
     rest = [row for rank in range(now) for rows in batches(rank, now, place.batches) for row in rows]
     assert sorted(seen + rest) == list(range(48))
 
@@ -374,7 +374,7 @@ def test_an_order_that_nobody_knows_is_told():
 
 def test_a_place_that_other_ranks_cannot_have_is_before_it():
     with pytest.warns(UserWarning, match="3 batches on each of 2 processes are no whole number on each of 4"):
-        assert PassPlace(0, 3, 12, None, 2).among(6, 4).batches == 1
+        assert DataPosition(0, 3, 12, None, 2).among(6, 4).batches == 1
 
 
 def test_hsdp_alone_is_one_process(tmp_path):

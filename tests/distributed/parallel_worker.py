@@ -181,7 +181,7 @@ def messages_of(kind, micro_size, clip=None):
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
     kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = described(step.body.reducer.layout, check_clip("test", clip).norm_passes)
+    traffic = described(step.body.reducer.layout, check_clip("test", clip).num_norm_reductions)
     return {
         "sent": sent,
         "described": traffic.of_window(1, micro_size),

@@ -118,14 +118,14 @@ def full_disk(name, bad_rank, files_before):
     results[f"full {bad_rank}"] = [error, left, before == bits(step), saved.path.name]
 
 
-def strangers():
+def differing_ranks():
     """A rank's weights are not those of the others."""
     network, step = new_step(DataParallel())
     train_batches(step, FIRST, rank, size)
     if rank == 1:
         network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
-    results["strangers"] = error_of(lambda: save_state(step, STATES / "strangers"))
-    results["strangers left"] = [path.name for path in (STATES / "strangers").glob("state-*")]
+    results["differing_ranks"] = error_of(lambda: save_state(step, STATES / "differing_ranks"))
+    results["differing_ranks left"] = [path.name for path in (STATES / "differing_ranks").glob("state-*")]
 
 
 def damaged():
@@ -203,7 +203,7 @@ if size == 2:
     own_statistics()
     full_disk("data parallel", 1, 0)
     full_disk("level1", 0, 3)
-    strangers()
+    differing_ranks()
     damaged()
     partitioned()
     signalled()

@@ -80,9 +80,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(rank, two)
 def test_ranks_that_have_parted_save_nothing(two):
     for report in two:
         rule = "RuntimeError: For 'save_state', the processes must have the same parameters, but got different ones of "
-        assert report["strangers"].startswith(rule + "'0.weight'.")
+        assert report["differing_ranks"].startswith(rule + "'0.weight'.")
     # Rank 0 clears up, while the other one may look.
-    assert two[0]["strangers left"] == []
+    assert two[0]["differing_ranks left"] == []
 
 
 def test_a_damaged_file_of_one_rank_is_refused_by_all(two):

@@ -155,9 +155,9 @@ def send_every_bit():
     values[0][1:] = np.array([0xFFC00001 + rank, 0x80000000], np.uint32).view(np.float32)
     values.append(np.array(1.5 + rank, np.float32))
     parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
-    results["differ"] = [bool(world.strangers(parameters))]
+    results["differ"] = [bool(world.differing_ranks(parameters))]
     world.broadcast_parameters(parameters)
-    results["differ"].append(bool(world.strangers(parameters)))
+    results["differ"].append(bool(world.differing_ranks(parameters)))
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]

@@ -450,9 +450,11 @@ def test_what_it_cannot_average_is_refused(eager):
         with pytest.raises(ValueError, match="must be the only one of one training step, but got a second EMA or step"):
             again()
     networks = [line(), line()]
-    several = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks])
+    is_distributed = Accumulator(
+        [nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks]
+    )
     with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got several."):
-        several.add_callback(EMA())
+        is_distributed.add_callback(EMA())
     network = line()
     network.weight.requires_grad = False
     _, model = toy()

@@ -76,8 +76,12 @@ def rows_of(found, words):
             entries = rows.setdefault((row_of(cell["parallel"]), cell["processes"]), {})
             entries.setdefault((cell["dtype"], cell["mode"]), []).append(cell["outcome"])
     for (parallel, processes), entries in rows.items():
-        several = words["comma"] + words["processes"].format(processes) if processes > 1 else ""
-        yield [words[found["device"]], words[parallel] + several, *(in_words(entries.get(c), words) for c in COLUMNS)]
+        is_distributed = words["comma"] + words["processes"].format(processes) if processes > 1 else ""
+        yield [
+            words[found["device"]],
+            words[parallel] + is_distributed,
+            *(in_words(entries.get(c), words) for c in COLUMNS),
+        ]
 
 
 def table(files, words):

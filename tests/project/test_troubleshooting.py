@@ -348,7 +348,7 @@ def a_forward_pass_that_communicates(*_):
             return loss if self.is_alone else self.send(loss)
 
     step = step_of(GradAccumulation(Sending(), 2))
-    step.body.window.micro_steps.measurement.several = True
+    step.body.window.micro_steps.measurement.is_distributed = True
     step(*LINES)
 
 
@@ -552,14 +552,14 @@ def other_settings_on_another_rank(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks started with different parameters or buffers")
 def other_parameters_on_another_rank(monkeypatch, _):
-    monkeypatch.setattr(factory, "strangers", lambda parameters: [1])
+    monkeypatch.setattr(factory, "differing_ranks", lambda parameters: [1])
     monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
 
 
 @says("For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter")
 def other_tensors_on_another_rank(monkeypatch, _):
-    monkeypatch.setattr(factory, "strangers", lambda tensors: [] if isinstance(tensors, list) else [1])
+    monkeypatch.setattr(factory, "differing_ranks", lambda tensors: [] if isinstance(tensors, list) else [1])
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
 
 
@@ -627,7 +627,7 @@ def a_rank_that_stops_alone(monkeypatch, _):
 @says("For 'TrainOneStepCell', a window must be whole on all ranks")
 def a_batch_that_has_failed_on_a_rank(*_):
     window = step_of(loss_cell()).body.window
-    window.several = True
+    window.is_distributed = True
     window.discard(for_all=True)
     window.close()
 

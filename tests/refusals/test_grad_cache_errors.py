@@ -14,7 +14,7 @@ from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, b
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
 from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.training.first_pass import FirstPass, random_cells
+from ms_gradaccum.training.cache_pass import CachePass, random_cells
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -143,7 +143,7 @@ def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
 
 
 def test_a_loss_that_draws_is_refused_on_several_processes():
-    alone, several = SimpleNamespace(several=False), SimpleNamespace(several=True)
+    alone, is_distributed = SimpleNamespace(is_distributed=False), SimpleNamespace(is_distributed=True)
     like = SimpleNamespace(parameters=(), micro_loss=SimpleNamespace(half=False))
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
     sentence = (
@@ -151,11 +151,11 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
         "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
     )
     with raises(ValueError, sentence):
-        FirstPass("TrainOneStepCell", network, like, several)
-    FirstPass("TrainOneStepCell", network, like, alone)
+        CachePass("TrainOneStepCell", network, like, is_distributed)
+    CachePass("TrainOneStepCell", network, like, alone)
     # In evaluation mode it draws nothing.
     network.set_train(False)
-    FirstPass("TrainOneStepCell", network, like, several)
+    CachePass("TrainOneStepCell", network, like, is_distributed)
 
 
 class Uses(nn.Cell):

@@ -49,12 +49,12 @@ def all_gather(group, nbytes):
     return _message(group, "AllReduce", nbytes * group.size)
 
 
-def described(layout, norm_passes=1):
-    """Return the messages of a window that makes ``norm_passes`` passes over the gradients for norms."""
+def described(layout, num_norm_reductions=1):
+    """Return the messages of a window that makes ``num_norm_reductions`` passes over the gradients for norms."""
     reduced = ()
     for bucket in layout.kept:
         reduced += all_reduce(layout.world, bucket.elements, bucket.itemsize)
-    squares = norm_passes * all_reduce(layout.world, len(layout.shapes))
+    squares = num_norm_reductions * all_reduce(layout.world, len(layout.shapes))
     if layout.shares:
         has_shards = any(share * layout.world.size > 1 for share in layout.shares)
         counts = all_gather(layout.world, COUNT)

@@ -227,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the measurement of a loss does not put the random states back",
-        "backend/kept_state.py",
+        "backend/snapshot.py",
         "        put_random_states(self.random)\n",
         "",
         ("advice/test_loss_measurement.py",),

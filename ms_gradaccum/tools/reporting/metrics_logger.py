@@ -159,8 +159,8 @@ class _JsonLines:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             if not self.has_failed:
-                goes_on = "The training goes on, and each further report tries it again."
-                warn(f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). {goes_on}")
+                can_continue_after = "The training goes on, and each further report tries it again."
+                warn(f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). {can_continue_after}")
             self.has_failed = True
 
 

@@ -12,7 +12,7 @@ from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from ms_gradaccum._checks import Settled, check_bool
+from ms_gradaccum._checks import FrozenAfterInit, check_bool
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -21,7 +21,7 @@ _OWNER = "ProgressBar"
 _LINE, _SECONDS = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]", 10.0
 
 
-class ProgressBar(Settled, Callback):
+class ProgressBar(FrozenAfterInit, Callback):
     """Show the epoch, the batches, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
     It is a callback of ``Model.train`` and ``Model.fit``. On a terminal this is tqdm's bar on the standard error

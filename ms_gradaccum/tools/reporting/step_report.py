@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_positive_int, typed
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_bool, check_positive_int, typed
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.backend.tensors import chunks_of
@@ -57,7 +57,7 @@ class StepReport:
         return {name: value if isinstance(value, float) else int(value) for name, value in known.items()}
 
 
-class StepReporter(Settled):
+class StepReporter(FrozenAfterInit):
     """Make a :class:`StepReport` of each update. The device is read only at the end of a window.
 
     Args:

@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, nn
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.kept_state import STATISTICS, Array, KeptState, as_array, set_mode
+from ms_gradaccum.backend.snapshot import STATISTICS, Array, Snapshot, as_array, set_mode
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
@@ -69,7 +69,7 @@ def relative(difference: float, scale: float) -> float:
     return difference / scale if scale else math.inf
 
 
-class Start(KeptState):
+class Start(Snapshot):
     """The parameters, modes and random state of a network and its reference, to restore before each run."""
 
     def __init__(self, network: nn.Cell, reference: nn.Cell | None) -> None:

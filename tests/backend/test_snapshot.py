@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.backend import kept_state
-from ms_gradaccum.backend.kept_state import KeptState, KeptTensors, _fingerprint, few_elements
+from ms_gradaccum.backend import snapshot
+from ms_gradaccum.backend.snapshot import Snapshot, SnapshotTensors, _fingerprint, few_elements
 
 SHAPES = st.sampled_from([(), (1,), (7,), (3, 5), (4096 * 8 + 3,), (2, 0)])
 KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
@@ -39,7 +39,7 @@ def test_rows_that_change_places_are_seen():
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.int32, ms.bool_])
 def test_a_copy_is_put_back(dtype):
     tensors = [Parameter(Tensor([0, 1, 1], dtype), "weight"), Tensor([1, 0, 1], dtype)]
-    kept = KeptTensors(tensors, lambda tensor: True)
+    kept = SnapshotTensors(tensors, lambda tensor: True)
     assert kept.changed() == []
     tensors[0].set_data(Tensor([1, 1, 1], dtype))
     tensors[1].assign_value(Tensor([1, 1, 1], dtype))
@@ -51,7 +51,7 @@ def test_a_copy_is_put_back(dtype):
 
 def test_what_has_no_copy_is_named():
     weight = Parameter(Tensor([0.0]), "weight")
-    kept = KeptTensors([weight], lambda tensor: False)
+    kept = SnapshotTensors([weight], lambda tensor: False)
     weight.set_data(Tensor([1.0]))
     with pytest.raises(RuntimeError, match="a pass out of training has changed 'weight', which stays changed"):
         kept.put_back()
@@ -70,7 +70,7 @@ class Attending(nn.Cell):
 def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
     """MultiheadAttention notes whether its inputs are the same tensor."""
     network = Attending()
-    before, state = dict(vars(network.attention)), KeptState(network)
+    before, state = dict(vars(network.attention)), Snapshot(network)
     network(ops.ones((2, 3, 4)))
     assert any(before[name] is not value for name, value in vars(network.attention).items())
     assert state.tensors.changed() == [] and state.changed_names() == ["'Attending.calls'"]
@@ -82,5 +82,5 @@ def test_a_slice_of_a_device_has_the_elements_of_the_host(monkeypatch, shape, mo
     parameter = Parameter(Tensor(values), "values")
     own = few_elements(parameter)
     assert own.size == values.size if values.size < 128 else own.size in range(64, 128)
-    monkeypatch.setattr(kept_state, "device_target", lambda: "GPU")
+    monkeypatch.setattr(snapshot, "device_target", lambda: "GPU")
     np.testing.assert_array_equal(few_elements(parameter), own)

@@ -26,7 +26,7 @@ _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 
-class FirstPass:
+class CachePass:
     """The pass before the micro steps of a `GradCacheLoss`, compiled with the mode and the settings of ``like``."""
 
     def __init__(self, owner: str, network: nn.Cell, like: nn.Cell, reducer: GradientReducer) -> None:
@@ -45,7 +45,7 @@ class FirstPass:
         self.losses: dict[Hashable, Compiled] = {}
         drawn = random_cells(self.network.loss_fn)
         rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
-        is_same, remedy = not (drawn and reducer.several), "Draw them in the backbone."
+        is_same, remedy = not (drawn and reducer.is_distributed), "Draw them in the backbone."
         require(is_same, "GradCacheLoss", "loss_fn", rule, got, remedy)
 
     def compiled_cells(self) -> list[Compiled]:

@@ -29,7 +29,7 @@ _LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, su
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
-class KeptTensors:
+class SnapshotTensors:
     """Tensors whose changes are detected, by fingerprints, and undone for those ``copied`` to the host."""
 
     def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
@@ -79,7 +79,7 @@ def few_elements(tensor: Tensor) -> Array:
     return as_array(tensor.reshape(-1)[::step])
 
 
-class KeptState:
+class Snapshot:
     """Everything that a run of networks may change: tensors, cells, what their code reaches, and random generators.
 
     Tensors that are not ``copied``, iterators, and random generators inside kernels cannot be restored.
@@ -101,7 +101,9 @@ class KeptState:
         self.internal = {id(each[name]) for each in self.attributes for name in _OF_CELLS if name in each}
         self.globals = [(names, name, names.get(name, _MISSING)) for code in codes for names, name in code.assigned]
         tensors = [value for value in reached if is_a(value, Tensor)]
-        self.tensors = KeptTensors([*(each for network in networks for each in tensors_of(network)), *tensors], copied)
+        self.tensors = SnapshotTensors(
+            [*(each for network in networks for each in tensors_of(network)), *tensors], copied
+        )
         self.random = random_states()
         self.kernel_seeds = dict(_SEEDS._KERNEL_SEED)
         self.seed = ms.get_seed()
@@ -198,9 +200,9 @@ def buffers_of(network: nn.Cell) -> dict[str, Tensor]:
 
 
 @contextmanager
-def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptState]:
+def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[Snapshot]:
     """Context in which a network runs without its forward hooks. At the end its state is restored."""
-    state = KeptState(network, copied=copied)
+    state = Snapshot(network, copied=copied)
     try:
         state.leave_out_hooks()
         yield state
