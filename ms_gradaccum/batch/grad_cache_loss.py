@@ -13,6 +13,7 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int, require
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
 _OWNER = "GradCacheLoss"
@@ -114,12 +115,12 @@ class CachedLoss(WeightedLoss):
     counts_rows = True
     is_cached = True
 
-    def __init__(self, network: GradCacheLoss, structure: object = None) -> None:
+    def __init__(self, network: GradCacheLoss, structure: SequenceOf | None = None) -> None:
         super().__init__(network, structure)
         self.own = ParameterTuple(network.loss_fn.trainable_params())
 
     def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        items = tensors if self.structure is None else self.structure(tensors)
+        items = tensors if self.unflatten is None else self.unflatten(tensors)
         loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
         start = Tensor(0.0, ms.float32)
         # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.

@@ -14,8 +14,8 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
 
@@ -41,7 +41,7 @@ class CachePass:
         self.keep = Compiled(lambda: Method(state, "keep"), owner, "the state of the network")
         self.put_back = Compiled(lambda: Method(state, "put_back"), owner, "the state of the network")
         # The keys are the structures of the inputs.
-        self.forwards: dict[Hashable, Compiled] = {}
+        self.forwards: dict[SequenceOf, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
         drawn = random_cells(self.network.loss_fn)
         rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
@@ -58,8 +58,7 @@ class CachePass:
             self.network(*inputs)  # This call raises the right error.
         labels, axes = Flattened(inputs[end:]), Flattened(inputs, self.batch_axis).axes
         axes = axes[len(axes) - len(labels.leaves) :]
-        whole_structure: Any = batch.structure
-        structure = (*whole_structure[:2], whole_structure[2][:end])
+        structure = SequenceOf(tuple, batch.structure.children[:end])
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [parts[0] if len(parts) == 1 else ops.concat(list(parts)) for parts in zip(*firsts)]
         floats = tuple(i for i, output in enumerate(outputs) if output.dtype in mstype.float_type)
@@ -78,7 +77,7 @@ class CachePass:
         caches = zip(*(cut(grad, 0, [*zip(ends, ends[1:])]) for grad in cache))
         parts, around = [], batch.structure
         for part, first, start in zip(batch.micro_batches, firsts, caches):
-            given = unflatten(structure, part.tensors)
+            given = structure.rebuild(part.tensors)
             flat = Flattened((loss, own, tuple(first[i] for i in floats), start, *given))
             parts.append(MicroBatch(part.rows, flat.tensors))
             around = flat.structure
@@ -97,7 +96,7 @@ class CachePass:
                     f"what the forward pass changes in parameters."
                 )
 
-    def _outputs(self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+    def _outputs(self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
         """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
         run = self.forwards.get(structure)
         if run is None:
@@ -116,7 +115,7 @@ class CachePass:
         return outputs
 
     def _loss(
-        self, labels: Hashable, outputs: list[Tensor], floats: tuple[int, ...], leaves: list[Tensor], eager: bool
+        self, labels: SequenceOf, outputs: list[Tensor], floats: tuple[int, ...], leaves: list[Tensor], eager: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the loss of all rows and its gradients, with respect to the outputs and to its own parameters."""
         key, loss_fn = (labels, tuple(str(output.dtype) for output in outputs)), self.network.loss_fn
@@ -138,10 +137,10 @@ class CachePass:
 
 
 class Forward(nn.Cell):
-    def __init__(self, network: GradCacheLoss, structure: Hashable) -> None:
+    def __init__(self, network: GradCacheLoss, structure: SequenceOf) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = Unflatten(structure)
+        self.rebuild = structure.as_cell()
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
@@ -151,7 +150,7 @@ class Forward(nn.Cell):
 class LossAndCache(nn.Cell):
     """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
@@ -163,10 +162,10 @@ class LossAndCache(nn.Cell):
 
 
 class _WholeLoss(RowWeight):
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = Unflatten(labels)
+        self.rebuild = labels.as_cell()
 
     def construct(self, *tensors: Tensor) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
