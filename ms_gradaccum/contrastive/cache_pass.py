@@ -12,8 +12,8 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.tensors import map_tensors
-from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.contrastive.cached_loss import check_rows
@@ -63,7 +63,7 @@ class CachePass(Preparation):
         self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, "the state of the network")
         self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, "the state of the network")
         # The keys are the structures of the inputs.
-        self.forwards: dict[Hashable, Compiled] = {}
+        self.forwards: dict[SequenceOf, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
 
     def compiled_cells(self) -> list[Compiled]:
@@ -85,7 +85,7 @@ class CachePass(Preparation):
         cache_of_parts = zip(*(cut(grad, 0, bounds) for grad in cache))
         prepared = []
         for part, first, grads in zip(batch.micro_batches, firsts, cache_of_parts):
-            given = unflatten(structure, part.tensors)
+            given = structure.rebuild(part.tensors)
             prepared.append(Flattened((loss, own, tuple(first[i] for i in floats), grads, *given)))
         parts = [MicroBatch(count, each.tensors) for count, each in zip(counts, prepared)]
         return SplitBatch(prepared[0].structure, parts), whole.total
@@ -100,7 +100,7 @@ class CachePass(Preparation):
     def join(self) -> None:
         self.reducer.gather_rows(0, [])
 
-    def _outputs(self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+    def _outputs(self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
         """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
         run = self.forwards.get(structure)
         if run is None:
@@ -129,7 +129,7 @@ class CachePass(Preparation):
             all_labels.append(label)
         return AllRows(begin, total, gathered[: len(outputs)], all_labels)
 
-    def _loss(self, rows: AllRows, labels: Hashable, floats: tuple[int, ...], eager: bool) -> LossGrads:
+    def _loss(self, rows: AllRows, labels: SequenceOf, floats: tuple[int, ...], eager: bool) -> LossGrads:
         """Return the loss of all rows, for labels of this structure, with its gradients."""
         loss_fn = self.network.loss_fn
         key = (labels, tuple(str(output.dtype) for output in rows.outputs))
@@ -161,10 +161,10 @@ class CachePass(Preparation):
 
 
 class Forward(nn.Cell):
-    def __init__(self, network: nn.Cell, structure: Hashable) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = Unflatten(structure)
+        self.rebuild = structure.as_cell()
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
@@ -174,7 +174,7 @@ class Forward(nn.Cell):
 class LossAndCache(nn.Cell):
     """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
@@ -186,10 +186,10 @@ class LossAndCache(nn.Cell):
 
 
 class _WholeLoss(RowWeight):
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = Unflatten(labels)
+        self.rebuild = labels.as_cell()
 
     def construct(self, *tensors: Tensor) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
