@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "the last row of each micro batch is lost",
         "batch/split.py",
-        "slice(begin, end)) for",
-        "slice(begin, max(end - 1, begin + 1))) for",
+        "slice(begin, end))]",
+        "slice(begin, max(end - 1, begin + 1)))]",
         WHOLE_BATCH,
     ),
     Mutation(
