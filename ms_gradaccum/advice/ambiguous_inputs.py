@@ -145,7 +145,7 @@ def _each_row(item: Item, rows: int, is_default: bool) -> str:
 
 def _has_rows(value: object) -> bool:
     """Return whether a part of an input contains a tensor with axes."""
-    return any(axis is not None for axis in Flattened(value, 0).axes)
+    return any(axis is not None for axis in Flattened((value,), 0).axes)
 
 
 def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, rows: int) -> None:

@@ -2,21 +2,22 @@
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from mindspore import ParameterTuple, nn
 
-from ms_gradaccum._checks import require
+from ms_gradaccum._checks import argument_error, require
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.loss_measurement import Program
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
+from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
@@ -74,7 +75,7 @@ class BuiltSteps:
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = MicroStep(StepParts.of(network.weighted_loss, reducers, settings, False))
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
-        self.compiled: dict[tuple[Hashable, bool], Compiled] = {}
+        self.compiled: dict[tuple[SequenceOf, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
 
     def step_for(self, split: SplitBatch, is_eager: bool, kind: StepKind) -> Compiled | EagerMicroStep:
@@ -96,10 +97,14 @@ class BuiltSteps:
             self.eager[kind] = EagerMicroStep(self.settings.owner, parts, kind.is_last)
         return self.eager[kind]
 
-    def _compile(self, structure: Hashable, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
+    def _compile(self, structure: SequenceOf, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
-        require(not why_not, self.settings.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
+        name = named_tuple_in(structure)
+        if name:
+            why_not = f"its inputs hold {name}, a NamedTuple, which loses its gradient in a graph"
+            remedy = "Give a tuple or a dict, or leave compile out."
+            rule = "None for inputs that no graph takes"
+            raise ValueError(argument_error(self.settings.owner, "compile", rule, why_not, remedy))
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
             self.network, self.cell.parameters, *micro_batch, self.cell.jit_config_dict

@@ -15,7 +15,7 @@ from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
@@ -101,7 +101,7 @@ class BuiltUpdates:
         # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
         self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
 
-    def build(self, clip: ClipByGlobalNorm | ClipByValue | None, is_eager: bool) -> Compiled | EagerUpdate:
+    def build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
         """Build the update of a window with this clip of the caller."""
         update = self.update
         if clip is not None:
@@ -205,12 +205,11 @@ class WindowEnd(nn.Cell):
         self.is_eager = runs_eagerly(self.updates.compiles)
         return self.reduction.run(self.is_eager)
 
-    def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
-        # The limit of a clip is an input, so that a new one needs no new graph.
         inputs = [output.grad_norm]
         if clip is not None:
-            inputs.append(Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32))
+            inputs += clip.inputs()
         run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
@@ -269,7 +268,7 @@ class WindowEnds:
             outputs.append(output)
         self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
 
-    def finish(self, clip: ClipByGlobalNorm | ClipByValue | None) -> StepOutput:
+    def finish(self, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
         if self.reducers[0].grads_are_reduced:
             self.reshard()
@@ -294,7 +293,7 @@ class WindowEnds:
             raise RuntimeError(broken_gradient(self.settings.owner))
         if len(outputs) == 1:
             return outputs[0]
-        return with_all_rates(outputs, isinstance(clip or self.settings.clip, ClipByValue))
+        return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
 
     def reshard(self) -> None:
         """Cut the parameters that an evaluation has left whole."""
