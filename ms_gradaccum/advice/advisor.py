@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum._checks import GradAccumulationWarning, first_line, warn
 from ms_gradaccum.advice.ambiguous_inputs import explain_split
 from ms_gradaccum.advice.first_batches import FirstBatches
+from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program, explain_fixed_rows, not_measured
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
@@ -132,8 +133,9 @@ class Advisor(SilentAdvisor):
         # The forward pass makes shards whole, which are no changes of the program.
         watched = None if reducers[0].grads_are_reduced else network
         self.watch = WindowWatch(owner, watched, optimizers, count)
+        self.gradient_watch = GradientWatch(owner)
         self.skipped_windows = SkippedWindows(owner, [reducer.buffer for reducer in reducers])
-        self.measurement = _measurement_of(network, parameters, reducers[0], training)
+        self.measurement = measurement_of(network, parameters, reducers[0], training)
         self.is_unmeasured = self.measurement is not None
         # The batch that is trained now; None between two batches.
         self.batch: SeenBatch | None = None
@@ -175,7 +177,7 @@ class Advisor(SilentAdvisor):
             self.watch.restart()
         self.watch.begin_batch()
         if self.adds_batches:
-            self.watch.note_gradients(grads)
+            self.gradient_watch.note(grads)
         self.watch.end_batch()
 
     @_harmless
@@ -225,13 +227,13 @@ class Advisor(SilentAdvisor):
         return self.measurement.rows_of(batch.inputs, split.micro_batches, split.structure, batch.weight)
 
 
-def _measurement_of(
+def measurement_of(
     network: nn.Cell, parameters: Sequence[Parameter], reducer: GradientReducer, training: AdvisedTraining
 ) -> LossMeasurement | None:
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
     adds_parts = network.micro_size > 1 or training.accumulation_steps > 1 or reducer.is_distributed
     # Where a network reduces its gradients itself, its forward passes communicate.
-    can_repeat = not (network.is_cached or reducer.grads_are_reduced)
+    can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):
         return None
     return LossMeasurement(network, parameters, training.compiles, training.is_half, reducer.is_distributed)

@@ -2,26 +2,27 @@
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from mindspore import ParameterTuple, nn
 
-from ms_gradaccum._checks import require
+from ms_gradaccum._checks import argument_error, require
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.loss_measurement import Program
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
+from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.cache_pass import CachePass
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.settings import StepSettings
@@ -74,7 +75,7 @@ class BuiltSteps:
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = MicroStep(StepParts.of(network.weighted_loss, reducers, settings, False))
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
-        self.compiled: dict[tuple[Hashable, bool], Compiled] = {}
+        self.compiled: dict[tuple[SequenceOf, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
 
     def step_for(self, split: SplitBatch, is_eager: bool, kind: StepKind) -> Compiled | EagerMicroStep:
@@ -96,10 +97,14 @@ class BuiltSteps:
             self.eager[kind] = EagerMicroStep(self.settings.owner, parts, kind.is_last)
         return self.eager[kind]
 
-    def _compile(self, structure: Hashable, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
+    def _compile(self, structure: SequenceOf, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
-        require(not why_not, self.settings.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
+        name = named_tuple_in(structure)
+        if name:
+            why_not = f"its inputs hold {name}, a NamedTuple, which loses its gradient in a graph"
+            remedy = "Give a tuple or a dict, or leave compile out."
+            rule = "None for inputs that no graph takes"
+            raise ValueError(argument_error(self.settings.owner, "compile", rule, why_not, remedy))
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
             self.network, self.cell.parameters, *micro_batch, self.cell.jit_config_dict
@@ -138,10 +143,7 @@ class MicroSteps:
         if reducers[0].grads_are_reduced:
             _check_reduced(settings.owner, network, settings)
         self.steps = BuiltSteps(network, reducers, settings, advisor)
-        # The pass before the micro steps, for a loss over the whole batch.
-        self.cache_pass: CachePass | None = None
-        if network.is_cached:
-            self.cache_pass = CachePass(settings.owner, network, self.cell, reducers[0])
+        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step")
@@ -159,9 +161,7 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells = [self.cell, self.empty_step, *self.steps.compiled.values()]
-        if self.cache_pass is not None:
-            cells += self.cache_pass.compiled_cells()
-        return cells
+        return cells + self.preparation.compiled_cells()
 
     def run(
         self,
@@ -188,8 +188,8 @@ class MicroSteps:
             whole = self.network.split(*inputs)
         split = whole
         rows = batch_rows = sum(map(_rows_of, whole.micro_batches))
-        if self.cache_pass is not None:
-            split, batch_rows = self.cache_pass.run(inputs, whole, is_eager)
+        if self.network.needs_all_rows:
+            split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
         kind = StepKind(is_empty=weight == 0.0)
         step = last = self.steps.step_for(split, is_eager, kind)
         if is_last and self.reducers[0].accumulates:
@@ -281,8 +281,8 @@ class MicroSteps:
                 if events.heard:
                     events.micro_batch_end(index, rows)
             events.micro_batches = done + len(steps)
-            if self.cache_pass is not None:
-                self.cache_pass.check(outputs)
+            if self.network.needs_all_rows:
+                self.preparation.check(outputs)
         except BaseException as error:
             progress.has_added = bool(outputs) or steps[0].has_run
             events.micro_batches = done
@@ -297,8 +297,7 @@ class MicroSteps:
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
-            if self.cache_pass is not None:
-                self.reducers[0].gather_rows(0, [])
+            self.preparation.join()
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
             self.empty_step(NOTHING)
@@ -307,7 +306,6 @@ class MicroSteps:
 def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
     """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
-        ("network", network.is_cached, "one without GradCacheLoss"),
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),

@@ -38,7 +38,7 @@ class RankComparison:
         """Record the first batch or gradients of this rank, and its rows if it counts by them."""
         if self.first is not None:
             return
-        tensors = Flattened(inputs).tensors
+        tensors = Flattened((inputs,)).tensors
         if not tensors:
             self.first = NO_INPUT
             return

@@ -14,7 +14,7 @@ from ms_gradaccum._checks import (
     require,
 )
 from ms_gradaccum.backend.compiled import check_compile
-from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
+from ms_gradaccum.gradients.clipping import Clip, ClipChoice, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
@@ -33,7 +33,7 @@ STEP_REMEDY = (
 class LoopOptions(TypedDict, total=False):
     """The options that a hand-written loop shares with a training step, as users give them."""
 
-    clip: Clip
+    clip: ClipChoice
     mixed_precision: PrecisionChoice
     parallel: ParallelChoice
     bad_micro_batch: BadMicroBatch
@@ -90,7 +90,7 @@ class StepSettings:
 
     owner: str  # Class name used in error messages.
     accumulation_steps: int
-    clip: ClipCell
+    clip: Clip
     precision: Precision  # Includes the loss scale, which belongs to one network.
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.

@@ -11,8 +11,8 @@ from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, 
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.batch.arguments import Args, Kwargs
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
@@ -74,7 +74,7 @@ class WindowDriver(Generic[_W]):
         self.is_last_batch = False
         self.events.batches -= 1
 
-    def close(self, window: _W, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def close(self, window: _W, clip: Clip | None = None) -> StepOutput:
         """End the window of one network. The listeners have heard of its update before."""
         output = window.close(clip)
         self.note_end(window, output)

@@ -12,9 +12,9 @@ from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.optimizers import groups_of
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.gradients.buffer import BatchCount
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
@@ -174,7 +174,7 @@ class Window:
                 raise
         return self.ends.outputs[0]
 
-    def close(self, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def close(self, clip: Clip | None = None) -> StepOutput:
         """Update, clear the buffers and return the report. A ``clip`` is for this window alone."""
         self.reduce()
         if self.advisor.is_on:

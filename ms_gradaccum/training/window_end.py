@@ -15,7 +15,7 @@ from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput, items_of, with_all_rates, with_one_norm
@@ -29,8 +29,8 @@ NO_END = (
 )
 
 
-class WindowReport(nn.Cell):
-    """The first half of the end of a window: reduce over the ranks, and report."""
+class WindowReduction(nn.Cell):
+    """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
 
     def __init__(self, owner: str, optimizer: nn.Cell, reducer: GradientReducer, loss_scale: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -40,8 +40,8 @@ class WindowReport(nn.Cell):
         self.loss_scale = loss_scale
         self.learning_rate = LearningRate(optimizer)
         # The keys are flags: the graph contains the learning rate, which is user code.
-        self.compiled_full: dict[bool, Compiled] = {}
-        self.compiled_partial = Compiled(lambda: Method(self, "partial"), owner, "the report")
+        self.compiled_reports: dict[bool, Compiled] = {}
+        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
     def named(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
         """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
@@ -67,12 +67,12 @@ class WindowReport(nn.Cell):
         report["weight"] = weight
         return bad, report
 
-    def full(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Return what `named` does as a flat tuple, for the host."""
         bad, report = self.named(has_rate, done)
         return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
-    def partial(self, done: Done) -> tuple[Tensor, ...]:
+    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput for the open window, after ``done``."""
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
@@ -81,19 +81,21 @@ class WindowReport(nn.Cell):
         return items_of(report, self.buffer.other_losses_after(done))
 
     def run(self, is_eager: bool) -> tuple[Tensor, StepOutput]:
-        """Run `full` from the host, for an optimizer that runs op by op or not."""
+        """Run `report` from the host, for an optimizer that runs op by op or not."""
         has_rate = not is_eager
-        if has_rate not in self.compiled_full:
-            self.compiled_full[has_rate] = Compiled(lambda: Method(self, "full", has_rate), self.owner, "the report")
-        is_bad, *items = self.compiled_full[has_rate](NOTHING)
+        if has_rate not in self.compiled_reports:
+            self.compiled_reports[has_rate] = Compiled(
+                lambda: Method(self, "report", has_rate), self.owner, "the report"
+            )
+        is_bad, *items = self.compiled_reports[has_rate](NOTHING)
         output = StepOutput(*items)
         if is_eager:
             output = output._replace(learning_rate=self.learning_rate.before_update())
         return is_bad, output
 
-    def run_partial(self) -> StepOutput:
-        """Run `partial` from the host."""
-        return StepOutput(*self.compiled_partial(NOTHING))
+    def run_partial_report(self) -> StepOutput:
+        """Run `partial_report` from the host."""
+        return StepOutput(*self.compiled_partial_report(NOTHING))
 
 
 class BuiltUpdates:
@@ -107,7 +109,7 @@ class BuiltUpdates:
         # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
         self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
 
-    def build(self, clip: ClipByGlobalNorm | ClipByValue | None, is_eager: bool) -> Compiled | EagerUpdate:
+    def build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
         """Build the update of a window with this clip of the caller."""
         update = self.update
         if clip is not None:
@@ -141,7 +143,7 @@ class WindowEnd(nn.Cell):
         self.loss_scale = settings.precision.loss_scale
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.report = WindowReport(settings.owner, optimizer, reducer, self.loss_scale)
+        self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
         self.progress = OptimizerProgress(optimizer)
         self.update = Update(optimizer, reducer, settings, scale_for(settings.owner, optimizer, self.loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
@@ -160,12 +162,12 @@ class WindowEnd(nn.Cell):
         if batches >= batches_of_window:
             output = self.construct(batches)
         else:
-            output = self.report.partial(batches)
+            output = self.reduction.partial_report(batches)
         return output
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        bad, report = self.report.named(True, done)
+        bad, report = self.reduction.named(True, done)
         others = self.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
@@ -194,12 +196,12 @@ class WindowEnd(nn.Cell):
         return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        report = self.report
+        reduction = self.reduction
         return [
             self,
             self.update,
-            report.compiled_partial,
-            *report.compiled_full.values(),
+            reduction.compiled_partial_report,
+            *reduction.compiled_reports.values(),
             *self.updates.compiled_cells(),
         ]
 
@@ -211,21 +213,20 @@ class WindowEnd(nn.Cell):
             got = f"{count} where it had {known}"
             remedy = "Build a new step after add_param_group()."
             rule = "one whose parameters stay the same"
-            raise ValueError(argument_error(self.report.owner, "optimizer", rule, got, remedy))
+            raise ValueError(argument_error(self.reduction.owner, "optimizer", rule, got, remedy))
         self.is_eager = runs_eagerly(self.updates.compiles)
-        return self.report.run(self.is_eager)
+        return self.reduction.run(self.is_eager)
 
-    def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
-        # The limit of a clip is an input, so that a new one needs no new graph.
         inputs = [output.grad_norm]
         if clip is not None:
-            inputs.append(Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32))
+            inputs += clip.inputs()
         run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
-        if self.is_eager and self.report.learning_rate.is_recorded:
-            with self.report.learning_rate.recording() as recorded:
+        if self.is_eager and self.reduction.learning_rate.is_recorded:
+            with self.reduction.learning_rate.recording() as recorded:
                 clipped_norm = run(*inputs)
             rate = recorded()
         else:
@@ -265,7 +266,7 @@ class WindowEnds:
         return cells
 
     def partial_output(self) -> StepOutput:
-        return self.of_optimizers[0].report.run_partial()
+        return self.of_optimizers[0].reduction.run_partial_report()
 
     def reduce(self) -> None:
         """Reduce the sums of a full window, and report on it."""
@@ -279,7 +280,7 @@ class WindowEnds:
             outputs.append(output)
         self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
 
-    def finish(self, clip: ClipByGlobalNorm | ClipByValue | None) -> StepOutput:
+    def finish(self, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
         if self.reducers[0].grads_are_reduced:
             self.reshard()
@@ -304,7 +305,7 @@ class WindowEnds:
             raise RuntimeError(broken_gradient(self.settings.owner))
         if len(outputs) == 1:
             return outputs[0]
-        return with_all_rates(outputs, isinstance(clip or self.settings.clip, ClipByValue))
+        return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
 
     def reshard(self) -> None:
         """Cut the parameters that an evaluation has left whole."""

@@ -11,6 +11,7 @@ from test_loss_measurement import everything_trained
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, TrainOneStepCell
 from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.advice.first_batches import FirstBatches
+from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
@@ -125,7 +126,7 @@ def test_gradients_of_a_loop_are_seen_where_nothing_else_is_left_to_see(monkeypa
     network = dense()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 2)
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
-    monkeypatch.setattr(WindowWatch, "note_gradients", breaks)
+    monkeypatch.setattr(GradientWatch, "note", breaks)
     with pytest.warns(GradAccumulationWarning, match="For 'Accumulator', a check that only warns has failed") as caught:
         for _ in range(4):
             loss, grads = grad_fn(Tensor(X), Tensor(Y))

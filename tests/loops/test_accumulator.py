@@ -352,7 +352,7 @@ def test_windows_of_all_lengths_share_the_same_four_graphs():
     with compilations() as compiled:
         for _ in train(accumulator, accumulator.prepare(FOUR)):
             pass
-        assert sorted(compiled) == ["BatchMeanLoss", "MicroStep", "Update", "WindowReport.full"]
+        assert sorted(compiled) == ["BatchMeanLoss", "MicroStep", "Update", "WindowReduction.report"]
         list(train(accumulator, FOUR * 3))
     assert len(compiled) == 4 and ms.get_context("mode") == ms.PYNATIVE_MODE
 

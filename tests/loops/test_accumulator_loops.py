@@ -314,7 +314,7 @@ def loop_by_hand(change, gradients=lambda grads: grads):
     watch.is_on = True
     watch.windows = 0
     watch.restart()
-    watch.norms.clear()
+    window.advisor.gradient_watch.seen.clear()
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
 
 # A room imports only from itself and from those before it.
 ROOMS = ["_checks", "backend", "batch", "gradients", "parallel", "advice", "training", "loops", "checkpoint"]
-ROOMS += ["tools", "integrations", "__init__", "__main__"]
+ROOMS += ["tools", "integrations", "contrastive", "__init__", "__main__"]
 
 
 def room_of(name):
