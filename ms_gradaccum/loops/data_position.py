@@ -6,7 +6,7 @@ of Python and NumPy. Both are recorded when a pass begins. A resumed pass restor
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import mindspore.dataset as ds
@@ -16,7 +16,12 @@ from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
 from ms_gradaccum.backend.mindspore_private import dataset_config
-from ms_gradaccum.backend.snapshot import checked_random_states, host_random_states, put_random_states
+from ms_gradaccum.backend.snapshot import (
+    checked_random_states,
+    host_random_states,
+    put_device_random_state,
+    put_random_states,
+)
 
 # The seed that MindSpore takes for "not set".
 _UNSET = 5489
@@ -179,3 +184,50 @@ class DataPosition(NamedTuple):
                 f"each of {ranks}: the last samples before the state was saved are used once more."
             )
         return self._replace(batches=batches, length=length)
+
+
+class SampleOrder:
+    """The order of the samples in a Model's training, which is recorded, or restored from a loaded state."""
+
+    sources: Sources | None = None  # None before the data begins.
+    resumed: DataPosition | None = None  # The position of a loaded state, until its first batch is taken.
+
+    def __init__(self, dataset: Dataset, ranks: int, first_epoch: int) -> None:
+        self.dataset = dataset
+        self.ranks = ranks
+        self.first_epoch = first_epoch
+        self._until_first_batch = ExitStack()
+
+    def resume(self, position: DataPosition) -> None:
+        self.resumed = position
+        self.first_epoch = position.first_epoch
+        self.sources = position.sources
+
+    @contextmanager
+    def begun(self, length: int) -> Iterator[None]:
+        """Begin passes of so many batches in this context."""
+        if self.sources is None:
+            self.sources = Sources.now(self.ranks)
+        position = self.resumed
+        with self._until_first_batch as stack:
+            stack.enter_context(self.sources.begun(self.dataset, position and position.random_now))
+            if position is not None:
+                taken = (position.next_epoch - position.first_epoch) * length + (position.batches or 0)
+                stack.enter_context(skipping(self.dataset, taken))
+            yield
+
+    def end_begin(self) -> None:
+        """End the begin once the pipeline has its first batch."""
+        self._until_first_batch.close()
+        if self.resumed is not None and self.resumed.random_now is not None:
+            put_device_random_state(self.resumed.random_now)
+            self.resumed = None
+
+    def position(self, passes: int, batches: int, length: int) -> DataPosition:
+        """Return the position after so many passes and batches of the next one."""
+        if self.sources is not None:
+            self.sources.check_known(self.dataset, self.ranks)
+        epoch = self.first_epoch + passes
+        if batches == 0:  # Between two passes, it is the end of the last one.
+            return DataPosition(epoch - 1, None, length, self.sources, self.ranks, first_epoch=self.first_epoch)
+        return DataPosition(epoch, batches, length, self.sources, self.ranks, first_epoch=self.first_epoch)

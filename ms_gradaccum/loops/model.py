@@ -362,7 +362,7 @@ class Model(FrozenAfterInit, ms.Model):
     @property
     def data_place(self) -> DataPosition | None:
         """The position of this training in its data, or that of a loaded state; None without either."""
-        return self.resumed_place if self._steps is None else self._steps.place()
+        return self.resumed_place if self._steps is None else self._steps.position()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:
