@@ -1,4 +1,4 @@
-"""What the ranks of a training compare: their first inputs, learning rates and parameters."""
+"""The comparison of the ranks of a training: their first inputs, learning rates and parameters."""
 
 from collections.abc import Sequence
 

@@ -419,7 +419,7 @@ def mindspores_own_step(*_):
     nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
 
 
-@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on: OSError: broken")
+@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on:")
 def a_check_that_fails(monkeypatch, _):
     def breaks(*_):
         raise OSError("broken")
