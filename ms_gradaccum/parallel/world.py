@@ -166,7 +166,7 @@ NO_INPUT = FirstInput("", "", 0.0, [])
 
 
 class RankState(NamedTuple):
-    """What a rank has at the end of a window. All but its first input must be equal on all ranks."""
+    """The state of a rank at the end of a window. All but its first input must be equal on all ranks."""
 
     first: FirstInput
     averages: list[str]
