@@ -43,8 +43,8 @@ class WindowReduction(nn.Cell):
         self.compiled_reports: dict[bool, Compiled] = {}
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
-    def measure(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the first half in a graph. Return True for a loss scale that was too large, and the report by name."""
+    def named(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
+        """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
         reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
@@ -68,8 +68,8 @@ class WindowReduction(nn.Cell):
         return bad, report
 
     def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
-        """Return what `measure` does as a flat tuple, for the host."""
-        bad, report = self.measure(has_rate, done)
+        """Return what `named` does as a flat tuple, for the host."""
+        bad, report = self.named(has_rate, done)
         return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
     def partial_report(self, done: Done) -> tuple[Tensor, ...]:
@@ -167,7 +167,7 @@ class WindowEnd(nn.Cell):
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        bad, report = self.reduction.measure(True, done)
+        bad, report = self.reduction.named(True, done)
         others = self.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
