@@ -39,7 +39,7 @@ MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "
 
 @functools.cache
 def is_about_warnings(file):
-    """Whether a file has tests of what is warned of."""
+    """Return whether a file has tests of what is warned of."""
     text = Path(file).read_text()
     return "warn" in text or "told" in text
 

@@ -11,11 +11,13 @@ from ms_gradaccum.advice.ambiguous_inputs import explain_split
 from ms_gradaccum.advice.first_batches import FirstBatches
 from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program, explain_fixed_rows, not_measured
+from ms_gradaccum.advice.rank_inputs import warn_of_inputs
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
 from ms_gradaccum.batch.split import SplitBatch
 from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.world import FirstInput
 
 _MANY_STRUCTURES = 8
 _Inputs = ParamSpec("_Inputs")
@@ -86,6 +88,9 @@ class SilentAdvisor:
 
     def after_skip(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
         """Learn of a window with an overflow. ``searches``: whether the loss scale follows overflows."""
+
+    def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:
+        """Look at the first inputs of all ranks. Empty ones stand for those that were looked at before."""
 
     def begin_anew(self) -> None:
         """Forget the open window, because a state was loaded."""
@@ -197,6 +202,10 @@ class Advisor(SilentAdvisor):
     @_harmless
     def after_skip(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
         self.skipped_windows.note(weight, loss_scale, searches)
+
+    @_harmless
+    def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:
+        warn_of_inputs(self.owner, firsts)
 
     @_harmless
     def begin_anew(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from ms_gradaccum._checks import warn
+from ms_gradaccum._checks import counted, warn
 from ms_gradaccum.batch.split import TENSORS, BatchAxis, Flattened, Item, count_rows, spread_axes
 
 _OWNER = "GradAccumulation"
@@ -106,8 +106,8 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
     rows = count_rows(batch.leaves)
     if is_first and rows < accumulation.micro_size:
         warn(
-            f"For '{_OWNER}', the micro_size must be the number of micro batches of a batch, and not their rows, but "
-            f"got {accumulation.micro_size} for a batch of {rows}, which is split into single rows. For an update of "
+            f"For '{_OWNER}', micro_size={accumulation.micro_size} exceeds the {counted(rows, 'row')} of the batch, "
+            f"which is split into single rows. It is the number of micro batches, not of rows: for an update of "
             f"several small batches give accumulation_steps."
         )
     if parts == 1:

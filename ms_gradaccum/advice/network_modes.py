@@ -17,8 +17,8 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and takes_batch_statistics(cell)]
     if norms and (adds_batches or network.micro_size > 1):
         warn(
-            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
-            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
+            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
+            f"from the whole batch. Use GroupNorm, or freeze its statistics with {FREEZE}."
         )
     if any(cell.training for cell in cells):
         return

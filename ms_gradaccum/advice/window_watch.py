@@ -74,10 +74,10 @@ class WindowWatch:
             )
         if self.moved:
             warn(
-                f"For '{self.owner}', the parameters of the network must stay as they are in a window, but the loop or "
-                f"another step has changed {listed(self.moved, 3)} in it, so that its gradient is a mixture. Change "
-                f"them where updated is true; of several networks split whole batches, with GradAccumulation(network, "
-                f"micro_size), or take all gradients before the updates."
+                f"For '{self.owner}', the gradient of this window mixes two models: the loop or another step has "
+                f"changed {listed(self.moved, 3)} in it. Change parameters only after an update; with several networks "
+                f"split whole batches, with GradAccumulation(network, micro_size), or take all gradients before the "
+                f"updates."
             )
 
 

@@ -215,7 +215,9 @@ class MicroSteps:
         """Raise for hooks of the network that reduce its gradients, where nobody calls them or they come too late."""
         if self.reducers[0].grads_are_reduced:
             check_hooks_run(self.settings.owner, is_eager)
-        elif any(parameter.hooks() for parameter in self.parameters):
+            return
+        is_first = not (self.steps.compiled or self.steps.eager)
+        if is_first or any(parameter.hooks() for parameter in self.parameters):
             check_not_late(self.settings.owner, self.network)
 
     def _split_on_all_ranks(self, inputs: tuple[object, ...]) -> SplitBatch:

@@ -1,15 +1,16 @@
-"""What the ranks of a training compare: their first inputs, learning rates and parameters."""
+"""The comparison of the ranks of a training: their first inputs, learning rates and parameters."""
 
 from collections.abc import Sequence
 
 from mindspore import nn
 
+from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.parallel.reduced import schedulers_of
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, compare_ranks, digest
+from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, check_states, digest, gather_states
 from ms_gradaccum.training.events import Events
 
 
@@ -27,12 +28,14 @@ class RankComparison:
         optimizers: Sequence[nn.Cell],
         reducers: Sequence[GradientReducer],
         events: Events,
+        advisor: SilentAdvisor,
     ) -> None:
         self.owner = owner
         self.network = network
         self.optimizers = optimizers
         self.reducers = reducers
         self.events = events
+        self.advisor = advisor
 
     def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
         """Record the first batch or gradients of this rank, and its rows if it counts by them."""
@@ -53,8 +56,10 @@ class RankComparison:
             self.compare()
 
     def compare(self) -> None:
-        """Raise if learning rates, parameters or averages differ, and warn of equal data. Collective."""
+        """Raise if learning rates, parameters or averages differ. Collective."""
         shared = [each for reducer in self.reducers for each in reducer.shared()]
         averages = sorted(extra.agreed() for extra in self.events.extras)
-        compare_ranks(self.owner, self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
+        states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
         self.first = NO_INPUT
+        self.advisor.after_first_inputs([state.first for state in states])
+        check_states(self.owner, states)

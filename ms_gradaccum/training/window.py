@@ -59,7 +59,7 @@ class Window:
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks: RankComparison | None = None
         if reducers[0].is_distributed:
-            self.ranks = RankComparison(self.owner, network, optimizers, reducers, events)
+            self.ranks = RankComparison(self.owner, network, optimizers, reducers, events, self.advisor)
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
         self._in_use = threading.Lock()

@@ -324,8 +324,8 @@ class WindowEnds:
         first = outputs[0]
         if self.reducers[0].is_distributed and float(first.weight.asnumpy()) == -math.inf:
             warn(
-                f"For '{self.settings.owner}', a window must be whole on all ranks, but a batch of it has failed on "
-                f"one: all drop it, and the next update is that of the next window. The log of that rank has the error."
+                f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
+                f"See the log of that rank."
             )
             self.is_bad = Tensor(False)
             outputs = [output._replace(**_nothing()) for output in outputs]

@@ -343,7 +343,7 @@ def after_updates(accumulator, weight):
 def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, count):
     """A clip of the weights after each batch makes the gradient of a window a mixture."""
     said = loop_by_hand(change)
-    assert ["has changed 'weight' in it, so that its gradient is a mixture" in each for each in said] == (
+    assert ["mixes two models: the loop or another step has changed 'weight' in it" in each for each in said] == (
         [True] * count
     )
 

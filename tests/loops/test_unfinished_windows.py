@@ -244,7 +244,7 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    told = [str(each.message) for each in caught if "must stay as they are in a window" in str(each.message)]
+    told = [str(each.message) for each in caught if "the gradient of this window mixes two models" in str(each.message)]
     assert len(told) == (face in ("steps", "Accumulator"))
 
 
