@@ -15,10 +15,10 @@ from mindspore.ops import functional as F
 from ms_gradaccum._checks import (
     FrozenAfterInit,
     NonCopyable,
+    check_cell,
     check_choice,
     check_type,
     refuse_unknown,
-    require,
     typed,
 )
 from ms_gradaccum.backend.arithmetic import ONE
@@ -149,29 +149,39 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, options.get("mixed_precision"), len(pairs))
-        # Each network has a loss scale of its own.
-        settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)
         self.extras = self.events.extras
         # The windows of the networks, with their sums, optimizers and loss scales.
-        self.set_windows([TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)])
+        windows = []
+        for pair in pairs:
+            # Each network has a loss scale of its own.
+            settings = StepSettings.checked(_OWNER, **options)
+            windows.append(TrainedNetwork(*pair, settings, self.config, self.events))
+        self.set_windows(windows)
         self.driver = LoopDriver(self.config, self.windows, self.events)
         weakref.finalize(self, self.driver.warn_if_open, "at the end of its Accumulator")
-        # The cells of this loop inside a larger graph, which supports one network with one optimizer.
-        first, self.steps = self.windows[0], self.config.accumulation_steps
-        is_single = len(self.windows) == len(first.reducers) == 1 and self.config.schedule is None
-        self.add_grads: Any = first.add_grads_cell if is_single else None
-        self.end: Any = first.ends.of_optimizers[0] if is_single else None
-        # True if a batch without a weight counts as much as others of its update.
-        self.counts_alike = self.steps > 1 or first.is_distributed
-        self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None
+        self._build_for_graphs(self.windows[0])
         self._is_built = True
+
+    def _build_for_graphs(self, trained: TrainedNetwork) -> None:
+        """Build what a larger graph needs, in which there is one network with one optimizer."""
+        self.steps = self.config.accumulation_steps
+        # True if a batch without a weight counts as much as others of its update.
+        self.counts_alike = self.steps > 1 or trained.is_distributed
+        self.add_grads: Any = None
+        self.end: Any = None
+        self.shapes: list[tuple[int, ...]] | None = None
+        if len(self.windows) == len(trained.reducers) == 1 and self.config.schedule is None:
+            self.add_grads = trained.add_grads_cell
+            (self.end,) = trained.ends.of_optimizers
+            self.shapes = [tuple(each.shape) for each in trained.micro_steps.parameters]
 
     def set_train(self, mode: bool = True) -> "Accumulator":
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
         super().set_train(mode)
         for trained in self.windows:
-            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
+            trained.network.set_train(mode)
+            for cell in trained.micro_steps.compiled_cells():
                 cell.set_train(mode)
         return self
 
@@ -217,7 +227,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
                 if is_free and any(item is optimizer for item in objects):
                     optimizer.step = functools.partial(self._step_of, trained)
                     optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
-        return prepared[0] if len(prepared) == 1 else prepared
+        return _one_or_all(prepared)
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, at the first `step` of its optimizers."""
@@ -238,7 +248,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
         """
         for each in networks:
-            check_type(_OWNER, "networks", each, nn.Cell, "an nn.Cell", "Write 'with accumulator.accumulate():'.")
+            check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
         return self.driver.batch()
 
     @contextmanager
@@ -302,13 +312,18 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = only_of(self.windows, network)
         # Sums need no weight: each row counts alike in their sum.
-        weight = self.driver.weight_of(1.0 if weight is None and reduction == "sum" else weight, trained)
+        if weight is None and reduction == "sum":
+            weight = 1.0
+        weight = self.driver.weight_of(weight, trained)
         if trained.reducers[0].accumulates and not self.driver.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.driver.batch_of(trained):
             self.driver.recognise((), weight)
-            trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
-        return self.driver.step(trained) if self.sync_gradients else trained.partial_output()
+            factor = weight if reduction == "mean" else 1.0
+            trained.add_grads(grads, weight, loss, factor)
+        if self.sync_gradients:
+            return self.driver.step(trained)
+        return trained.partial_output()
 
     def construct(
         self,
@@ -321,7 +336,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
 
         The graph counts its batches itself, and does not see the end of the data: call `flush` at that point.
         """
-        grads = (grads,) if isinstance(grads, Tensor) else grads
+        if isinstance(grads, Tensor):
+            grads = (grads,)
         shapes = map_tensors(ops.shape, grads)
         if self.shapes is None or F.isconstant(shapes):
             check_in_graph(shapes, self.shapes)
@@ -341,7 +357,11 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     ) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
-        require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out.")
+        if norm_type != 2.0:
+            raise ValueError(
+                f"For 'Accumulator', the argument 'norm_type' must be 2, the only norm, but got {typed(norm_type)}. "
+                f"Leave it out."
+            )
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> Tensor | None:
@@ -350,11 +370,17 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         return self.clip_grad_value(clip_value)
 
     def _check_all(self, parameters: Tensor | Iterable[Tensor]) -> None:
-        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
-        missing = [repr(each.name) for each in trained if id(each) not in given]
-        got, remedy = f"none of {''.join(missing[:1])}", "The norm is that of the whole gradient: see ClipByGroupNorm."
-        require(not missing, _OWNER, "parameters", "all that are trained", got, remedy)
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        given = set(map(id, parameters))
+        for trained in self.windows:
+            for optimizer in trained.optimizers:
+                for each in optimizer.parameters:
+                    if id(each) not in given:
+                        raise ValueError(
+                            f"For 'Accumulator', the argument 'parameters' must be all that are trained, but got none "
+                            f"of {each.name!r}. The norm is that of the whole gradient: see ClipByGroupNorm."
+                        )
 
     def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
@@ -378,7 +404,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
-        if any(type(trained.clip) not in (type(None), type(clip)) for trained in full):
+        if any(trained.clip is not None and type(trained.clip) is not type(clip) for trained in full):
             raise RuntimeError(
                 f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
                 f"clip_grad_norm() and clip_grad_value()."
@@ -388,7 +414,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         for trained in full:
             trained.clip = clip
         norms = [trained.reduce().grad_norm for trained in full]
-        return norms[0] if norms else None
+        if not norms:
+            return None
+        return norms[0]
 
     @overload
     def step(self) -> _Outputs: ...
@@ -440,9 +468,12 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
     """Raise if a method that takes one argument gets Accelerate's two."""
-    remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
-    require(not more, _OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy, TypeError)
+    if more:
+        raise TypeError(
+            f"For 'Accumulator', the argument '{name}' must be given alone, but got {1 + len(more)} arguments. Call "
+            f"{method}(1.0), or {method}_(parameters, 1.0)."
+        )
 
 
-def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:
-    return outputs[0] if len(outputs) == 1 else outputs
+def _one_or_all(items: tuple[_A, ...]) -> _A | tuple[_A, ...]:
+    return items[0] if len(items) == 1 else items

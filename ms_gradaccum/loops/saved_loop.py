@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from mindspore import Parameter, nn
 
-from ms_gradaccum._checks import require
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.parallel.reducer import GradientReducer, gather_when_saved, whole_parameters
@@ -44,9 +43,11 @@ class SavedLoop(Observed, nn.Cell):
         """Initialize parameters, see ``nn.Cell.init_parameters_data``. MindSpore's saving begins with it."""
         seen: dict[str, Parameter] = {}
         for parameter in self.get_parameters():
-            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
-            remedy = "Rename one, such as optimizer.global_step.name = '...', or use save_state() and load_state()."
-            is_first = seen.setdefault(parameter.name, parameter) is parameter
-            require(is_first, _OWNER, "network or optimizer", rule, got, remedy)
+            if seen.setdefault(parameter.name, parameter) is not parameter:
+                raise ValueError(
+                    f"For 'Accumulator', the argument 'network or optimizer' must be one whose parameters have names "
+                    f"of their own, but got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = "
+                    f"'...', or use save_state() and load_state()."
+                )
         replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
         return replaced

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_saved, is_count, require, typed
+from ms_gradaccum._checks import check_saved, is_count, typed
 from ms_gradaccum.training.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
@@ -77,7 +77,10 @@ class Events:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.batches = self.micro_batches = self.updates = self.skipped_updates = 0
+        self.batches = 0
+        self.micro_batches = 0
+        self.updates = 0
+        self.skipped_updates = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
         self.extras = nn.CellList(auto_prefix=False)
@@ -97,9 +100,11 @@ class Events:
     def add(self, callback: object) -> None:
         """From now on, call the methods of ``callback`` that are named after events."""
         methods = _methods_of(callback)
-        rule = f"an object with at least one of the methods {', '.join(NAMES)}"
-        remedy = "Each takes one argument, a StepEvent."
-        require(methods, self.owner, "callback", rule, typed(callback), remedy, TypeError)
+        if not methods:
+            raise TypeError(
+                f"For '{self.owner}', the argument 'callback' must be an object with at least one of the methods "
+                f"{', '.join(NAMES)}, but got {typed(callback)}. Each takes one argument, a StepEvent."
+            )
         for name, method in methods.items():
             self._listeners[name].append(method)
         self.heard = True
@@ -114,7 +119,8 @@ class Events:
         try:
             yield
         finally:
-            self._listeners, self.heard = before, any(before.values())
+            self._listeners = before
+            self.heard = any(before.values())
 
     def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
@@ -197,5 +203,9 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
 
 
 def _methods_of(callback: object) -> dict[str, Callable[[StepEvent], None]]:
-    methods = {name: getattr(callback, name, None) for name in NAMES}
-    return {name: method for name, method in methods.items() if callable(method)}
+    methods = {}
+    for name in NAMES:
+        method = getattr(callback, name, None)
+        if callable(method):
+            methods[name] = method
+    return methods

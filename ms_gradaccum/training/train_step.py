@@ -167,7 +167,9 @@ class HostDrivenStep(Step):
         if not self.driver.begin_flush(self.open_batches()):
             return None
         output = self._close()
-        return output if output.is_updated or output.has_overflow else None
+        if not (output.is_updated or output.has_overflow):
+            return None
+        return output
 
     def warn_if_open(self) -> None:
         """Warn if a window is still open when the step is deleted or the program ends."""
@@ -201,8 +203,10 @@ class HostDrivenStep(Step):
         for part in parts:
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
-        steps = self.accumulation_steps
-        output: tuple[Tensor, ...] = self.end(done) if steps == 1 else self.end.after_batch(done, steps)
+        if self.accumulation_steps == 1:
+            output: tuple[Tensor, ...] = self.end(done)
+        else:
+            output = self.end.after_batch(done, self.accumulation_steps)
         return output
 
 
@@ -311,7 +315,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
             self.add_flags(training=True)
         else:
             host = HostDrivenStep(self.network, optimizer, kind, settings)
-            self.body, self.windows = host, [host.window]
+            self.body = host
+            self.windows = [host.window]
             weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
         self.extras = self.events.extras
@@ -347,7 +352,9 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
         found = super().parameters_and_names(name_prefix, expand)
-        return whole_parameters(found, self.windows[0].reducers if self._shows_whole else [])
+        if not self._shows_whole:
+            return found
+        return whole_parameters(found, self.windows[0].reducers)
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Rename the parameters, see ``nn.Cell.update_parameters_name``."""
@@ -357,7 +364,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
         self.check_claims()
-        shown, self._shows_whole = self._shows_whole, False
+        shown = self._shows_whole
+        self._shows_whole = False
         try:
             with self.body.compiling():
                 super().compile(*args, **kwargs)
