@@ -351,7 +351,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
-        found = super().parameters_and_names(name_prefix, expand)
+        found: Iterator[tuple[str, Parameter]] = super().parameters_and_names(name_prefix, expand)
         if not self._shows_whole:
             return found
         return whole_parameters(found, self.windows[0].reducers)
