@@ -25,7 +25,7 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
 from ms_gradaccum.loops.dataloader import prepare
 from ms_gradaccum.loops.loop_driver import UNWEIGHTED, LoopDriver
@@ -401,7 +401,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         _refuse_more("limit", more, "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
 
-    def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
+    def _clip(self, clip: Clip, network: nn.Cell | None) -> Tensor | None:
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         if any(trained.clip is not None and type(trained.clip) is not type(clip) for trained in full):

@@ -2,13 +2,16 @@
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, arrays_in, rows_of
 
-if TYPE_CHECKING:
-    from ms_gradaccum.loops.dataloader import PreparedDataset
+
+class Positioned(Protocol):
+    """A dataset that knows where a loop stands in it."""
+
+    def place(self) -> DataPosition: ...
 
 
 class DataBatch(NamedTuple):
@@ -26,7 +29,7 @@ class LoopData:
 
     def __init__(self) -> None:
         # Weak references, since a program may call prepare() for each pass.
-        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
+        self.datasets: weakref.WeakValueDictionary[int, Positioned] = weakref.WeakValueDictionary()
         self.numbers = itertools.count()
         # Positions from a loaded state at which the datasets continue, by the number of the dataset.
         self.positions: dict[int, DataPosition] = {}

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from mindspore import nn
-
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.optimizers import check_claims
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.handed_batches import HandedBatches
 from ms_gradaccum.loops.loop_data import DataBatch, LoopData
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
@@ -229,14 +228,20 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         if any(trained.is_reduced or trained.clip is not None for trained in self.windows):
             raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
-    def step(self, trained: TrainedNetwork, clip: nn.Cell | None = None) -> StepOutput:
+    def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
         self.events.tell("on_update_begin")
         return self.close(trained, trained.clip or clip)
 
-    def note_end(self, window: TrainedNetwork, output: StepOutput) -> None:
-        if not output.is_updated:
-            return
+    def close(self, window: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
+        output = window.close(clip)
+        if output.is_updated:
+            self._note_update(window)
+        self.events.update_end(output)
+        return output
+
+    def _note_update(self, window: TrainedNetwork) -> None:
+        """Count an update, after which schedulers step."""
         if not self.updated:
             self.updates += 1
         self.updated = True

@@ -19,6 +19,7 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -38,9 +39,9 @@ class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
     has_batch = False  # True if the buffers contain parts of the current batch.
-    clip: nn.Cell | None = None  # The clip of the caller for the full window, until the window ends.
+    clip: Clip | None = None  # The clip of the caller for the full window, until the window ends.
     # The last clip of the caller, for a process that joins an update of the others.
-    last_clip: nn.Cell | None = None
+    last_clip: Clip | None = None
 
     def __init__(
         self,

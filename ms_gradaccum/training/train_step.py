@@ -61,11 +61,13 @@ class WindowDriver(Generic[_W]):
         """Return the number of batches in the buffers, with those of graphs. It is read from the device."""
         return max(window.count.read() for window in self.windows)
 
-    def begin_batch(self, batches: int, steps: int) -> None:
-        """Begin the batch with this number in a window of so many ``steps``."""
-        self.batches = batches
+    def begin_batch(self, steps: int) -> None:
+        """Begin the next batch of a window of so many."""
+        self.batches = 1
+        if steps > 1:
+            self.batches += self.windows[0].count.get()
         # A loaded checkpoint may have more batches.
-        self.is_last_batch = batches >= steps
+        self.is_last_batch = self.batches >= steps
         self.events.batches += 1
 
     def take_back_batch(self) -> None:
@@ -77,12 +79,8 @@ class WindowDriver(Generic[_W]):
     def close(self, window: _W, clip: Clip | None = None) -> StepOutput:
         """End the window of one network. The listeners have heard of its update before."""
         output = window.close(clip)
-        self.note_end(window, output)
         self.events.update_end(output)
         return output
-
-    def note_end(self, window: _W, output: StepOutput) -> None:
-        """Record the end of a window, before the listeners hear of it."""
 
     def begin_flush(self, batches: int) -> bool:
         """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
@@ -123,7 +121,7 @@ class HostDrivenStep(Step):
         self.number = number_of(self)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        self._begin_batch()
+        self.driver.begin_batch(self.accumulation_steps)
         try:
             self.window.add(args, kwargs, self.driver.is_last_batch)
         except BaseException as error:
@@ -135,13 +133,9 @@ class HostDrivenStep(Step):
         return self._end_batch()
 
     def join(self) -> StepOutput:
-        self._begin_batch()
+        self.driver.begin_batch(self.accumulation_steps)
         self.window.micro_steps.join()
         return self._end_batch()
-
-    def _begin_batch(self) -> None:
-        batches = 0 if self.accumulation_steps == 1 else self.window.count.get()
-        self.driver.begin_batch(batches + 1, self.accumulation_steps)
 
     def _end_batch(self) -> StepOutput:
         if self.driver.is_last_batch:
