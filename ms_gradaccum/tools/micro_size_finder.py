@@ -296,6 +296,6 @@ class FewMicroBatches(GradAccumulation):
         # Keep all of them, as training does: if rows are copied, this takes as much memory as the batch.
         batch = self.whole = super().split(*inputs)
         # A loss over the whole batch needs the memory of all rows.
-        if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
+        if self.needs_all_rows or len(batch.micro_batches) <= 2 * _ENDS:
             return batch
         return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])

@@ -7,7 +7,6 @@ from typing import Any, Literal, NoReturn
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
-from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
@@ -20,15 +19,16 @@ from ms_gradaccum._checks import (
     check_type,
     refuse_unknown,
     require,
-    warn_in_graph,
 )
+from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
-from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
+from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
 
@@ -145,13 +145,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         _check_inside(network)
         self.micro_size = check_micro_size(micro_size)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
-        # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
-        self.is_cached = isinstance(network, GradCacheLoss)
-        _check_losses(losses, self.weighted, self.is_cached)
+        _check_losses(losses, self.weighted)
         self.losses = losses
         # The names of the further losses in a report, and their number.
-        self.loss_names = self.losses if isinstance(self.losses, tuple) else ()
-        self.other_losses = num_other_losses(self.losses)
+        self.loss_names = losses if isinstance(losses, tuple) else ()
+        self.other_losses = num_other_losses(losses)
+        # True if the loss is no sum over micro batches, so that each batch is prepared for them.
+        self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
@@ -160,12 +160,22 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
-        return CachedLoss(self.network, structure) if self.is_cached else self.whole_loss_of(structure)
+        if self.needs_all_rows:
+            loss: WeightedLoss = self.network.prepared_loss(structure, self.weighted, self.losses)
+            return loss
+        return self.whole_loss_of(structure)
 
     def whole_loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
         return kinds[self.weighted](self.network, structure, self.losses)
+
+    def preparation(self, settings: object, like: nn.Cell, reducer: nn.Cell) -> Preparation:
+        """Return the work of a step with these settings on a batch before and after its micro steps, as ``like``."""
+        if self.needs_all_rows:
+            preparation: Preparation = self.network.preparation(self.batch_axis, settings, like, reducer)
+            return preparation
+        return Preparation()
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
@@ -256,7 +266,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
         if self.training:
             warn_in_graph(_OTHER_STEP)
-        if self.is_cached or not self.training:
+        if self.needs_all_rows or not self.training:
             return self.network(*inputs)
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
@@ -267,7 +277,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
-        if self.is_cached:
+        if self.needs_all_rows:
             _refuse_in_graph("cached")
         shapes: tuple[object, ...] = ()
         for item in inputs:
@@ -322,10 +332,10 @@ def _check_inside(network: nn.Cell) -> None:
             )
         rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
         require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
-        is_inside = isinstance(cell, GradCacheLoss) and not isinstance(network, GradCacheLoss)
+        is_inside = isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss)
         got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
         remedy = "Put what is around it into its backbone or its loss_fn."
-        require(not is_inside, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
+        require(not is_inside, _OWNER, "network", f"the {type(cell).__name__} itself", got, remedy)
 
 
 def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
@@ -345,11 +355,7 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     return weighted or returned
 
 
-def _check_losses(losses: Any, weighted: Weighted, is_cached: bool) -> None:
-    if is_cached:
-        remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
-        require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
-        require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
+def _check_losses(losses: Any, weighted: Weighted) -> None:
     if losses is None:
         return
     if isinstance(losses, tuple):
@@ -368,7 +374,7 @@ def _check_losses(losses: Any, weighted: Weighted, is_cached: bool) -> None:
         )
 
 
-_split_shapes = _primexpr(split_shapes)
+_split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
@@ -379,6 +385,6 @@ _NOT_IN_GRAPH = {
 }
 
 
-@_primexpr
+@primexpr
 def _refuse_in_graph(what: str) -> None:
     raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")

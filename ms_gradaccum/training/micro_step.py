@@ -50,7 +50,7 @@ def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Ten
 
 def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> BackwardStart:
     """Return the backward start of a network that is run op by op (``eager``) or compiled, in half precision or not."""
-    if weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward():
+    if weighted_loss.is_prepared or NetworkCode(weighted_loss.network).has_own_backward():
         return "batch"
     if half:
         return "mean"
@@ -99,7 +99,7 @@ class AddMicroBatch(nn.Cell):
         self.counts_rows = loss is None or loss.weighted_loss.counts_rows
         self.divides = loss is not None and loss.divides
         # True if the loss returns further values that are passed on.
-        self.has_notes = loss is not None and loss.weighted_loss.is_cached
+        self.has_notes = loss is not None and loss.weighted_loss.is_prepared
         parameters = [reducer.replicas() for reducer in reducers]
         ends = [*accumulate(map(len, parameters), initial=0)]
         self.bounds = tuple(zip(ends, ends[1:]))
@@ -246,7 +246,7 @@ class EagerMicroStep:
 
     def begin_batch(self, structure: SequenceOf, micro_batches: int) -> None:
         loss = self.micro_loss.weighted_loss
-        is_mean = loss.counts_rows and not loss.is_cached and self.backward_start != "sum"
+        is_mean = loss.counts_rows and not loss.is_prepared and self.backward_start != "sum"
         self.structure, self.is_whole = structure, is_mean and micro_batches == 1
         self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
 

@@ -21,11 +21,11 @@ from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.cache_pass import CachePass
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
@@ -70,10 +70,7 @@ class MicroSteps:
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         self.parameters, half = self.cell.parameters, self.cell.micro_loss.half
-        # The pass before the micro steps, for a loss over the whole batch.
-        self.cache_pass: CachePass | None = None
-        if network.is_cached:
-            self.cache_pass = CachePass(self.owner, network, self.cell, reducers[0])
+        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
         self.by_structure: dict[tuple[SequenceOf, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
@@ -87,12 +84,11 @@ class MicroSteps:
         self.measurement = LossMeasurement(network, self.parameters, settings.compiles, half, is_distributed)
         adds_parts = network.micro_size > 1 or settings.accumulation_steps > 1 or is_distributed
         # Where a network reduces its gradients itself, its forward passes communicate.
-        can_measure = not (network.is_cached or self.grads_are_reduced)
+        can_measure = not (network.needs_all_rows or self.grads_are_reduced)
         self.measurement.is_on = settings.check_loss and adds_parts and can_measure
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        cache_pass = [] if self.cache_pass is None else self.cache_pass.compiled_cells()
-        return [self.cell, self.empty_step, *self.by_structure.values(), *cache_pass]
+        return [self.cell, self.empty_step, *self.by_structure.values(), *self.preparation.compiled_cells()]
 
     def run(
         self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None, is_first: bool = False
@@ -111,10 +107,8 @@ class MicroSteps:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self._split(inputs, eager)
-        self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
-        if self.cache_pass is not None:
-            split, batch_rows = self.cache_pass.run(inputs, split, eager)
-        structure, micro_batches = split
+        self.rows = rows = sum(map(_rows_of, split.micro_batches))
+        (structure, micro_batches), batch_rows = self.preparation.prepare(inputs, split, rows, eager)
         kind = StepKind(is_empty=weight == 0.0)
         step = self._micro_step(structure, micro_batches, eager, kind)
         start: BackwardStart = (step.cell if isinstance(step, Compiled) else step).backward_start
@@ -179,8 +173,7 @@ class MicroSteps:
                 if heard:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(steps)
-            if self.cache_pass is not None:
-                self.cache_pass.check(outputs)
+            self.preparation.check(outputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -244,8 +237,7 @@ class MicroSteps:
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
-            if self.cache_pass is not None:
-                self.reducers[0].gather_rows(0, [])
+            self.preparation.join()
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
             self.empty_step(NOTHING)
@@ -304,7 +296,6 @@ class MicroSteps:
 def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
     """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
-        ("network", network.is_cached, "one without GradCacheLoss"),
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),
