@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, cho
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
-from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
+from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
 from ms_gradaccum.parallel.world import (
     broadcast_parameters,
     check_agreement,
@@ -111,7 +111,9 @@ def build_reducers(
         if isinstance(kind, Reduced):
             reducers.append(reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
         else:
-            reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
+            reducer: type[DataParallelReducer] = DataParallelReducer
+            if layout.group.size > 1:
+                reducer = BatchShards if layout.every_batch else WindowShards
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
     return reducers
 

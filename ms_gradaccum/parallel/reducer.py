@@ -1,9 +1,8 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.communication import GlobalComm, get_group_size
 
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Done
@@ -147,26 +146,3 @@ class DataParallelReducer(GradientReducer):
         if self.checks_next:
             check_equal(self.shared())
             self.checks_next = self.check_weights
-
-
-def whole_parameters(
-    found: Iterable[tuple[str, Parameter]], reducers: Sequence[GradientReducer]
-) -> Iterator[tuple[str, Parameter]]:
-    """Yield the parameters of a training step as MindSpore saves and loads them: whole ones in place of shards."""
-    for name, parameter in found:
-        saved: Parameter | None = parameter
-        for reducer in reducers:
-            saved = None if saved is None else reducer.saved(saved)
-        if saved is not None:
-            yield name, saved
-
-
-def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
-    """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
-    gathers = {name: gather for reducer in reducers for name, gather in reducer.gathers.items()}
-    if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
-        # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a
-        # reshape. MindSpore leaves out no part where it removes redundancy: all of the group have another one.
-        layout = [[get_group_size()], [-1], [], 0, True, GlobalComm.WORLD_COMM_GROUP, [], []]
-        step.parameter_layout_dict = dict.fromkeys(gathers, layout)
-        step.parallel_parameter_merge_net_dict = gathers

@@ -17,7 +17,7 @@ from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
-from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
