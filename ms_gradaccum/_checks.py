@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.ops.primitive import _primexpr
 
 _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
@@ -273,15 +272,6 @@ def _matches(pattern: str | re.Pattern[str] | None, text: str) -> bool:
     if pattern is None or isinstance(pattern, str):
         return pattern in (None, text)
     return pattern.match(text) is not None
-
-
-# For calls in a graph, with constant arguments: they run while it is compiled.
-warn_in_graph = _primexpr(warn)
-
-
-@_primexpr
-def fail_in_graph(text: str) -> None:
-    raise ValueError(text)
 
 
 def first_line(error: BaseException) -> str:

@@ -20,9 +20,9 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     require,
     typed,
-    warn_in_graph,
 )
 from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue, ClipChoice

@@ -9,10 +9,8 @@ from typing import Any, Literal, NoReturn
 import mindspore as ms
 from mindspore import amp, nn
 from mindspore.dataset import Dataset
-from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import Callback, Metric
-from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
@@ -26,6 +24,7 @@ from ms_gradaccum._checks import (
     warn,
 )
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
@@ -180,7 +179,7 @@ class Model(FrozenAfterInit, ms.Model):
             super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
-            _clear_auto_parallel_context(network)
+            clear_auto_parallel_context(network)
             raise
 
     def _build_train_network(self) -> nn.Cell:
@@ -382,7 +381,7 @@ class Model(FrozenAfterInit, ms.Model):
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(
-        self, valid_infos: object, cb_params: _InternalCallbackParam, list_callback: _CallbackManager
+        self, valid_infos: object, cb_params: InternalCallbackParam, list_callback: CallbackManager
     ) -> None:
         # MindSpore calls this at the end of each pass, even if there is nothing to evaluate.
         if self._steps is not None:

@@ -9,11 +9,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
@@ -94,7 +94,7 @@ class TrainedNetwork(Window):
         if "weight" in network.argument_names:
             rule, got = "an argument of the network alone, given by position", "it by name"
             remedy = "A batch has a weight of its own only for networks without it."
-        elif network.is_cached or network.weighted:
+        elif network.needs_all_rows or network.weighted:
             rule = "left out for a network that returns its weight, or whose loss needs all rows"
         elif network.micro_size > 1:
             rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"
@@ -246,7 +246,7 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
     require([*found] == [*expected], _OWNER, "grads", rule, f"shapes {[*found]}", _FROM)
 
 
-check_in_graph = _primexpr(_check_shapes)
+check_in_graph = primexpr(_check_shapes)
 
 
 def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:

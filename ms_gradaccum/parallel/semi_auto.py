@@ -5,14 +5,17 @@ from contextlib import contextmanager
 
 import mindspore as ms
 from mindspore import nn
-from mindspore._c_expression import RuntimeConf
-from mindspore.ops.primitive import _primexpr
-from mindspore.parallel import _utils
-from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, require, warn
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.mindspore_private import (
+    auto_parallel_context,
+    clear_auto_parallel_context,
+    init_auto_parallel_context,
+    launches_block,
+    primexpr,
+)
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
@@ -50,7 +53,7 @@ class SemiAuto:
         # Each row: a refused condition, the argument, and the parts of the error.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
-            (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
+            (network.needs_all_rows, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
             (not is_supported, "clip", "one for all", repr(clip), for_all),
             (set(reduce_dtypes(dtype, names)) != {ms.float32}, "mixed_precision", *messages),
@@ -73,7 +76,7 @@ class SemiAuto:
         outside = self.auto_parallel is not None and not in_semi_auto()
         try:
             if outside:
-                _utils._init_auto_parallel_context(self.auto_parallel)
+                init_auto_parallel_context(self.auto_parallel)
             yield
         except RuntimeError as error:
             if "Cannot find micro info" not in str(error):
@@ -85,14 +88,14 @@ class SemiAuto:
             raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
         finally:
             if outside:
-                _utils._clear_auto_parallel_context(self.auto_parallel)
+                clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
 
 
 def _warn_of_differences(network: nn.Cell) -> None:
     """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
     # In a simulation, the device is a CPU.
-    if ms.get_context("device_target") == "GPU" and not RuntimeConf.get_instance().is_launch_blocking():
+    if ms.get_context("device_target") == "GPU" and not launches_block():
         warn(
             "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "
             "send, but on GPU they do not in MindSpore 2.10, and parameters can become wrong, with MindSpore's own "
@@ -145,7 +148,7 @@ def _check_settings(auto_parallel: AutoParallel | None) -> None:
         require(not is_refused, _OWNER, "network", rule, got, remedy)
 
 
-@_primexpr
+@primexpr
 def check_compiling(partitioned: bool) -> None:
     """Raise if a step is compiled with another kind of parallelism than it was built for."""
     if partitioned:
@@ -159,8 +162,8 @@ def check_compiling(partitioned: bool) -> None:
         require(not in_semi_auto(), _OWNER, "network", rule, got, remedy)
 
 
-@_primexpr
+@primexpr
 def gradient_is_returned(micro_size: int) -> bool:
     """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it."""
     # Read during compilation, since a cell may be built before the settings are active.
-    return micro_size == 1 or _utils._get_enable_parallel_optimizer()
+    return micro_size == 1 or auto_parallel_context().get_enable_parallel_optimizer()

@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
-from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import warn, warn_in_graph
+from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.arithmetic import scale
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
+from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import Clip
@@ -255,7 +256,7 @@ def _accumulator_of(weight: Parameter) -> Parameter:
     return accumulator
 
 
-@_primexpr
+@primexpr
 def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
     """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
     axes, rows = split_shapes(shapes, batch_axis, micro_size)

@@ -6,13 +6,13 @@ from typing import NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn, warn_of_open
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.compiled import number_of, numbered
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
@@ -139,7 +139,7 @@ class HostDrivenStep(Step):
         return output
 
 
-@_primexpr
+@primexpr
 def _look_in_graph(number: int) -> None:
     step = numbered(number)
     if step is not None:

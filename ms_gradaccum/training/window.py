@@ -14,7 +14,7 @@ from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import groups_of, settable_rates
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import Clip
@@ -138,7 +138,7 @@ class Window:
     def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
         """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
         if self.is_distributed and self.first is None:
-            tensors, reducing = Flattened(inputs).tensors, schedulers_of(self.network)
+            tensors, reducing = Flattened((inputs,)).tensors, schedulers_of(self.network)
             code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
             rows = 0.0 if self.network.weighted else rows
             self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT

@@ -6,9 +6,10 @@ from dataclasses import replace
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, warn_in_graph
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done

@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "the last row of each micro batch is lost",
         "batch/split.py",
-        "slice(begin, end)) for",
-        "slice(begin, max(end - 1, begin + 1))) for",
+        "slice(begin, end))]",
+        "slice(begin, max(end - 1, begin + 1)))]",
         WHOLE_BATCH,
     ),
     Mutation(
@@ -200,8 +200,8 @@ MUTATIONS = (
     Mutation(
         "what is called in the backward pass gets the gradient of a sum over rows",
         "training/micro_step.py",
-        "weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward()",
-        "weighted_loss.is_cached",
+        "weighted_loss.is_prepared or NetworkCode(weighted_loss.network).has_own_backward()",
+        "weighted_loss.is_prepared",
         ("programs/test_python_decides.py",),
     ),
     Mutation(
