@@ -117,27 +117,32 @@ class DataParallelReducer(GradientReducer):
     def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Kind) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
-        world, alone = Group(layout.world, rank), Group(layout.world._replace(size=1), rank, rank)
+        world = Group(layout.world, rank)
+        alone = Group(layout.world._replace(size=1), rank, rank)
+        sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(world)
-        self.reduce_message = reduce_each(layout.kept, alone, world)
-        sent = (*buffer.sums, *buffer.totals())
-        self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
-        self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
+        self.reduce_message = reduce_each(layout.replicated, alone, world)
+        self.messages = in_buckets(sums, layout.replicated)
+        self.assign_message = AssignParts(sums, layout.replicated)
+        self.check_weights = settings.check_weights and layout.world.size > 1
+        self.checks_next = self.check_weights  # True if the next update is checked.
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self) -> Done:
-        return self.reduce_kept()
+        return self.reduce_replicated()
 
-    def reduce_kept(self) -> Done:
+    def reduce_replicated(self) -> Done:
         """Add up, in place, the scalars and the sums that are whole on each rank."""
-        last, done, weight = (), (), ONE
-        for number in range(len(self.kept_sums)):
+        last: Done = ()
+        done: Done = ()
+        weight = ONE
+        for number, message in enumerate(self.messages):
             # A message waits for the previous one, but not for the assignment of its result.
-            last = self.reduce_message[number](tuple(self.kept_sums[number]), weight, last)
-            done += self.assign_kept(number, last)
+            last = self.reduce_message[number](tuple(message), weight, last)
+            done += self.assign_message(number, last)
             if number == 0:
                 weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done

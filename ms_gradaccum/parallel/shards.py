@@ -16,7 +16,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, cut, in_buckets, reduce_each
+from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, in_buckets, reduce_each, split_message
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
@@ -108,7 +108,7 @@ class WindowShards(ShardedReducer):
         return []
 
     def reduce(self) -> Done:
-        done = self.reduce_kept()
+        done = self.reduce_replicated()
         last = done
         weight = ops.depend(self.buffer.weight + 0.0, done)
         for number, bucket in enumerate(self.sums_in_buckets):
@@ -126,7 +126,7 @@ class BatchShards(ShardedReducer):
         self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
         order = [i for bucket in self.sharded for i in bucket]
-        self.places = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
+        self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
         return [self.buffer.sums[i] for i in sharded]
 
     def max_micro_batches(self, micro_batches: int) -> int:
@@ -138,10 +138,10 @@ class BatchShards(ShardedReducer):
         for number, bucket in enumerate(self.sharded):
             # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
             last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
-            for run in cut(last, self.assign_wholes.cuts[number]):
+            for run in split_message(last, self.assign_wholes.runs[number]):
                 parts += run
         # Computing shapes in a graph would dominate the compile time.
-        return map_tensors(_shaped, pick((*parts, *grads), self.places), tuple(self.buffer.sums))
+        return map_tensors(_shaped, pick((*parts, *grads), self.picked), tuple(self.buffer.sums))
 
 
 def _rows_of(ranks: int, index: int, whole: Array) -> Array:
