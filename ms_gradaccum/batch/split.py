@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import argument_error, typed
+from ms_gradaccum.backend.device import is_host
 
 # One axis for all inputs, or a nest with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
@@ -239,7 +240,7 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
         return [tensor] * len(bounds)
     before = (slice(None),) * (axis % tensor.ndim)
     parts = [(*before, slice(begin, end)) for begin, end in bounds]
-    if ms.get_context("device_target") != "CPU":
+    if not is_host():
         return [tensor[part] for part in parts]
     # The data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
     array = tensor.asnumpy()

@@ -23,7 +23,7 @@ from ms_gradaccum._checks import (
     typed,
     warn,
 )
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.clipping import Clip
@@ -166,7 +166,7 @@ class Model(FrozenAfterInit, ms.Model):
                     f"Give it as optimizer=."
                 )
         network, settings = adopted(network), self._step_settings
-        if isinstance(network, AutoParallel) and device_target() == "CPU":
+        if isinstance(network, AutoParallel) and not can_partition():
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
@@ -335,7 +335,7 @@ class Model(FrozenAfterInit, ms.Model):
         if self._train_network.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
-        if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
+        if kwargs.get("dataset_sink_mode") and has_data_sink():
             # A graph will train the batches, so the loss must be measured before.
             self._train_network.body.measure_loss(first_batch(train_dataset))
         try:

@@ -8,7 +8,7 @@ from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, require, warn
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import can_partition, reduces_in_order, this_device
 from ms_gradaccum.backend.mindspore_private import (
     auto_parallel_context,
     clear_auto_parallel_context,
@@ -94,7 +94,7 @@ class SemiAuto:
 def _warn_of_differences(network: nn.Cell) -> None:
     """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
     # In a simulation, the device is a CPU.
-    if ms.get_context("device_target") == "GPU" and not launches_block():
+    if not reduces_in_order(this_device()) and not launches_block():
         warn(
             "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "
             "send, but on GPU they do not in MindSpore 2.10, and parameters can become wrong, with MindSpore's own "
@@ -121,7 +121,7 @@ def in_semi_auto() -> bool:
 
 def is_semi_auto(network: nn.Cell) -> bool:
     """Return whether ``network`` is for semi-auto-parallel, which does not support CPU."""
-    return device_target() != "CPU" and (isinstance(network, AutoParallel) or in_semi_auto())
+    return can_partition() and (isinstance(network, AutoParallel) or in_semi_auto())
 
 
 def forget_accumulation() -> None:

@@ -1,7 +1,5 @@
 """Semi-auto-parallel: what is said of networks that it trains otherwise, and of messages."""
 
-from types import SimpleNamespace
-
 import mindspore as ms
 import pytest
 from linear_toy import line, sgd
@@ -39,10 +37,8 @@ def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
 
 @pytest.mark.parametrize("device,waits,warns", [("GPU", False, 1), ("GPU", True, 0), ("Ascend", False, 0)])
 def test_on_a_gpu_messages_that_do_not_wait_are_named(device, waits, warns, monkeypatch, recwarn):
-    context = SimpleNamespace(**{**vars(ms), "get_context": lambda name: device})
-    monkeypatch.setattr(semi_auto, "ms", context)
-    runtime = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_launch_blocking=lambda: waits))
-    monkeypatch.setattr(semi_auto, "RuntimeConf", runtime)
+    monkeypatch.setattr(semi_auto, "this_device", lambda: device)
+    monkeypatch.setattr(semi_auto, "launches_block", lambda: waits)
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
     SemiAuto(cell).check(cell, sgd(cell))
     assert sum("Call mindspore.runtime.launch_blocking() first" in str(each.message) for each in recwarn) == warns
