@@ -12,7 +12,7 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
+from ms_gradaccum.batch.structure import SequenceOf
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
@@ -106,16 +106,16 @@ class WeightedLoss(nn.Cell):
     # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
     may_be_empty = False
 
-    def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.network, self.losses = network, losses
         self.reports = losses is not None  # True if further losses are reported.
-        self.structure = None if structure is None or is_flat(structure) else Unflatten(structure)
+        self.unflatten = None if structure is None or structure.is_flat else structure.as_cell()
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
-        if self.structure is None:
+        if self.unflatten is None:
             return self.network(*tensors)
-        return self.network(*self.structure(tensors))
+        return self.network(*self.unflatten(tensors))
 
     def first(self, outputs: object, what: str, remedy: str) -> Tensor:
         """Return the first of ``outputs``, the loss, as a float32 scalar."""

@@ -1,11 +1,12 @@
 """The hook of a loss cell whose batches are prepared before they are trained."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor, nn
 
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
 
@@ -37,7 +38,7 @@ class WholeBatchLoss(nn.Cell):
         """Return the preparation of a step with these `StepSettings`, compiled as the micro step ``like`` is."""
         raise NotImplementedError
 
-    def prepared_loss(self, structure: Hashable, weighted: object, losses: object) -> WeightedLoss:
+    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> WeightedLoss:
         """Return the loss of a prepared micro batch, or raise for arguments of `GradAccumulation` that do not fit."""
         raise NotImplementedError
 

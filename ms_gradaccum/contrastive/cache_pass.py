@@ -13,8 +13,8 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.backend.tolerances import TOLERANCES
-from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.contrastive.cached_loss import check_rows
@@ -62,7 +62,7 @@ class CachePass(Preparation):
         self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, "the state of the network")
         self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, "the state of the network")
         # The keys are the structures of the inputs.
-        self.forwards: dict[Hashable, Compiled] = {}
+        self.forwards: dict[SequenceOf, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
 
     def compiled_cells(self) -> list[Compiled]:
@@ -72,7 +72,7 @@ class CachePass(Preparation):
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
-        structure = Flattened(inputs[:end]).structure
+        structure = SequenceOf(tuple, batch.structure.children[:end])
         labels = Flattened(inputs[end:], spread_axes(self.batch_axis, inputs)[end:])
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [ops.concat(list(parts)) if len(parts) > 1 else parts[0] for parts in zip(*firsts)]
@@ -84,7 +84,7 @@ class CachePass(Preparation):
         cache_of_parts = zip(*(cut(grad, 0, bounds) for grad in cache))
         prepared = []
         for part, first, grads in zip(batch.micro_batches, firsts, cache_of_parts):
-            given = unflatten(structure, part.tensors)
+            given = structure.rebuild(part.tensors)
             prepared.append(Flattened((loss, own, tuple(first[i] for i in floats), grads, *given)))
         parts = [MicroBatch(count, each.tensors) for count, each in zip(counts, prepared)]
         return SplitBatch(prepared[0].structure, parts), whole.total
@@ -99,7 +99,7 @@ class CachePass(Preparation):
     def join(self) -> None:
         self.reducer.gather_rows(0, [])
 
-    def _outputs(self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+    def _outputs(self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
         """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
         run = self.forwards.get(structure)
         if run is None:
@@ -128,7 +128,7 @@ class CachePass(Preparation):
             all_labels.append(label)
         return AllRows(begin, total, gathered[: len(outputs)], all_labels)
 
-    def _loss(self, rows: AllRows, labels: Hashable, floats: tuple[int, ...], eager: bool) -> LossGrads:
+    def _loss(self, rows: AllRows, labels: SequenceOf, floats: tuple[int, ...], eager: bool) -> LossGrads:
         """Return the loss of all rows, for labels of this structure, with its gradients."""
         loss_fn = self.network.loss_fn
         key = (labels, tuple(str(output.dtype) for output in rows.outputs))
@@ -160,20 +160,20 @@ class CachePass(Preparation):
 
 
 class Forward(nn.Cell):
-    def __init__(self, network: nn.Cell, structure: Hashable) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = Unflatten(structure)
+        self.unflatten = structure.as_cell()
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
+        outputs: tuple[Tensor, ...] = self.network.outputs(self.unflatten(tensors))
         return outputs
 
 
 class LossAndCache(nn.Cell):
     """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
@@ -185,13 +185,13 @@ class LossAndCache(nn.Cell):
 
 
 class _WholeLoss(RowWeight):
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = Unflatten(labels)
+        self.unflatten_labels = labels.as_cell()
 
     def construct(self, *tensors: Tensor) -> Tensor:
-        returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
+        returned = self.network(*tensors[: self.count], *self.unflatten_labels(tensors[self.count :]))
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)
         return loss

@@ -5,6 +5,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
 OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
@@ -20,12 +21,12 @@ class CachedLoss(WeightedLoss):
     counts_rows = True
     is_prepared = True
 
-    def __init__(self, network: nn.Cell, structure: object = None) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None) -> None:
         super().__init__(network, structure)
         self.own = ParameterTuple(network.loss_fn.trainable_params())
 
     def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        items = tensors if self.structure is None else self.structure(tensors)
+        items = tensors if self.unflatten is None else self.unflatten(tensors)
         loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
         start = Tensor(0.0, ms.float32)
         # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.

@@ -3,7 +3,7 @@
 After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor, nn
@@ -12,6 +12,7 @@ from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, c
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
 from ms_gradaccum.contrastive.cache_pass import CachePass
 from ms_gradaccum.contrastive.cached_loss import HALF, OUTPUT_REMEDY, CachedLoss
@@ -99,7 +100,7 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     ) -> CachePass:
         return CachePass(self, batch_axis, settings, like, reducer)
 
-    def prepared_loss(self, structure: Hashable, weighted: object, losses: object) -> CachedLoss:
+    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> CachedLoss:
         name = "GradAccumulation"
         require(not weighted, name, "weighted", f"False for a {_OWNER}", weighted, _SETTING_REMEDY)
         require(losses is None, name, "losses", f"None for a {_OWNER}", repr(losses), _SETTING_REMEDY)

@@ -25,7 +25,7 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue, ClipChoice
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import UNWEIGHTED, LoopWindow
@@ -139,7 +139,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         accumulation_steps: int = 1,
         *,
         config: AccumulationConfig | None = None,
-        clip: Clip = None,
+        clip: ClipChoice = None,
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",

@@ -26,7 +26,7 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
-from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.loops.data_position import DataPosition, first_batch
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
@@ -128,7 +128,7 @@ class Model(FrozenAfterInit, ms.Model):
         boost_level: Literal["O0"] = "O0",
         *,
         accumulation_steps: int = 1,
-        clip: Clip = None,
+        clip: ClipChoice = None,
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         last_window: LastWindow = "apply",

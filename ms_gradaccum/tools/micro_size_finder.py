@@ -17,7 +17,7 @@ from mindspore import nn
 from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, require, typed
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host
-from ms_gradaccum.batch.nested_inputs import Batch, as_call
+from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world

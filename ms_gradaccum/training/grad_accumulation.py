@@ -1,7 +1,7 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Literal, NoReturn, get_args
 
 import mindspore as ms
@@ -24,8 +24,9 @@ from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
+from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, MeanWeight, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -151,14 +152,14 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self._get_attr_from_cell(network)
         self._is_built = True
 
-    def loss_of(self, structure: Hashable = None) -> WeightedLoss:
+    def loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
         if self.needs_all_rows:
             loss: WeightedLoss = self.network.prepared_loss(structure, self.weighted, self.losses)
             return loss
         return self.whole_loss_of(structure)
 
-    def whole_loss_of(self, structure: Hashable = None) -> WeightedLoss:
+    def whole_loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
         return kinds[self.weighted](self.network, structure, self.losses)

@@ -4,7 +4,7 @@ The backward pass starts from a share of the micro batch's mean loss, and the gr
 times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, clear_autograd_reco
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.backend.thread_pool import in_thread_pool
-from ms_gradaccum.batch.nested_inputs import unflatten
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
@@ -231,7 +231,7 @@ class MicroStep(nn.Cell):
 class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included. A graph adds the gradients."""
 
-    structure: Hashable = None  # That of the inputs of the current batch.
+    structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
     gives_mean = False  # True if the step returns that mean loss.
     has_run = False  # True if the last call has started to add gradients.
@@ -244,7 +244,7 @@ class EagerMicroStep:
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
-    def begin_batch(self, structure: Hashable, micro_batches: int) -> None:
+    def begin_batch(self, structure: SequenceOf, micro_batches: int) -> None:
         loss = self.micro_loss.weighted_loss
         is_mean = loss.counts_rows and not loss.is_prepared and self.backward_start != "sum"
         self.structure, self.is_whole = structure, is_mean and micro_batches == 1
@@ -272,5 +272,5 @@ class EagerMicroStep:
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = None if self.is_whole else share
-        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *unflatten(self.structure, tensors))
+        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *self.structure.rebuild(tensors))
         return outputs

@@ -3,7 +3,7 @@
 import functools
 import logging
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
+from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
@@ -71,7 +72,7 @@ class MicroSteps:
         self.parameters, half = self.cell.parameters, self.cell.micro_loss.half
         self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
-        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
+        self.by_structure: dict[tuple[SequenceOf, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
@@ -242,7 +243,7 @@ class MicroSteps:
             self.empty_step(NOTHING)
 
     def _micro_step(
-        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
+        self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
     ) -> Compiled | EagerMicroStep:
         """Return the callable that runs a micro batch of this structure."""
         if not eager:
@@ -260,9 +261,11 @@ class MicroSteps:
         self.eager[kind] = EagerMicroStep(self.owner, parts, kind.is_last)
         return self.eager[kind]
 
-    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
+    def _compiled(self, structure: SequenceOf, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
+        name = named_tuple_in(structure)
+        why_not = name and f"its inputs hold {name}, a NamedTuple, which loses its gradient in a graph"
+        remedy = "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(

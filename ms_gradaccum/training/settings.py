@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_type, require
 from ms_gradaccum.backend.compiled import check_compile
-from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
+from ms_gradaccum.gradients.clipping import Clip, ClipChoice, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
@@ -23,7 +23,7 @@ class StepSettings:
 
     owner: str  # Class name used in error messages.
     accumulation_steps: int
-    clip: ClipCell
+    clip: Clip
     precision: Precision  # Includes the loss scale, which belongs to one network.
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.
@@ -34,7 +34,7 @@ class StepSettings:
     def checked(
         owner: str,
         accumulation_steps: int = 1,
-        clip: Clip = None,
+        clip: ClipChoice = None,
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",

@@ -12,8 +12,8 @@ from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
-from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.batch.arguments import Args, Kwargs
+from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
@@ -227,7 +227,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         return_grad: bool = False,
         *,
         accumulation_steps: int = 1,
-        clip: Clip = None,
+        clip: ClipChoice = None,
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",

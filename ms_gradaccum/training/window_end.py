@@ -13,7 +13,7 @@ from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -146,12 +146,9 @@ class WindowEnd(nn.Cell):
             items[6] = self.learning_rate.before_update()
         return StepOutput(*items)
 
-    def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
-        # The limit of a clip is an input, so that a new one needs no new graph.
-        limit: tuple[Tensor, ...] = ()
-        if clip is not None:
-            limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
+        limit = () if clip is None else clip.inputs()
         key = None if clip is None else type(clip), self.eager
         if key not in self.updates:
             update = self.update

@@ -16,7 +16,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
-from ms_gradaccum.batch.nested_inputs import as_call
+from ms_gradaccum.batch.arguments import as_call
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.tools.builder import Builder
