@@ -30,15 +30,16 @@ from ms_gradaccum.gradients.clipping import ClipChoice
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.loops.data_position import DataPosition, first_batch
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
-from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
+from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
+from ms_gradaccum.static_graph.settings import forget_accumulation
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 

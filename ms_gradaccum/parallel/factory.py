@@ -60,7 +60,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
         rule = "'auto' in semi-auto-parallel"
         require(parallel == "auto", owner, "parallel", rule, repr(parallel), remedy)
-        return SemiAuto(network)
+        return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
         stages = network._pipeline_stages
         rule, got = "in one pipeline stage", f"{stages} pipeline stages"

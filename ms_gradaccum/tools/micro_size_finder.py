@@ -19,13 +19,13 @@ from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError, refuse_inside
 from ms_gradaccum.tools.text import size_text
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "find_micro_size"
 # The polling interval of a process's memory. A process fills 1 to 3 GB in a second. Unit: seconds.

@@ -12,10 +12,10 @@ from mindspore import Tensor, nn
 from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.device import product_dtype
 from ms_gradaccum.backend.tolerances import TOLERANCES
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, ParallelChoice
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, Values, compare, train_whole, values_of, worst
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 ALONE = "one process"
 _KINDS: dict[str, ParallelChoice] = {
