@@ -121,11 +121,16 @@ class PartitionedStep(Step):
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
             mean = map_tensors(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
-        named = {"loss": sums[0] * factor, "overflow": overflow, "loss_scale": loss_scale, "updated": updated}
-        named["grad_norm"] = norm
-        named["clipped_grad_norm"] = clipped_norm
-        named["learning_rate"] = learning_rate
-        named["weight"] = weight
+        named = {
+            "loss": sums[0] * factor,
+            "overflow": overflow,
+            "loss_scale": loss_scale,
+            "updated": updated,
+            "grad_norm": norm,
+            "clipped_grad_norm": clipped_norm,
+            "learning_rate": learning_rate,
+            "weight": weight,
+        }
         report: tuple[Tensor, ...] = items_of(named)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
