@@ -8,7 +8,8 @@ import mindspore as ms
 from mindspore import amp, nn
 
 from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, require
-from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
+from ms_gradaccum.backend.device import device_target, runs_here
+from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.gradients.clipping import groups_of
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
@@ -191,8 +192,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    runs_here = device_target() == ms.get_context("device_target")
-    if settings.dtype == ms.bfloat16 and runs_here:
+    if settings.dtype == ms.bfloat16 and runs_here():
         try:
             multiply(ms.bfloat16)
         except Exception as error:
@@ -206,7 +206,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
         scale = dynamic_loss_scale(
             settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval
         )
-    if scale.scales and scale.skips_overflow and runs_here and clamps_overflow():
+    if scale.scales and scale.skips_overflow and runs_here() and clamps_overflow():
         raise ValueError(
             f"For '{owner}', the argument 'mixed_precision' must be one without a search for Inf on a device that has "
             f"none, but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE "

@@ -10,7 +10,7 @@ from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, is_a, listed, warn
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.backend.snapshot import constants_of
@@ -41,7 +41,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     if isinstance(network, nn.Cell):
         _check_not_reduced(owner, network)
-    if device_target() == "CPU" and in_semi_auto():
+    if in_semi_auto() and not can_partition():
         raise ValueError(
             f"For '{owner}', the argument 'network' must be outside semi-auto-parallel mode on CPU, but got a context "
             f"in that mode. Call mindspore.reset_auto_parallel_context() first."
@@ -59,7 +59,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
                 f"For '{owner}', the argument 'parallel' must be 'auto' in semi-auto-parallel, but got {parallel!r}. "
                 f"The compiler partitions the step here; give the cell inside AutoParallel for another way."
             )
-        return SemiAuto(network)
+        return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
         if network._pipeline_stages > 1:
             raise ValueError(
@@ -131,7 +131,7 @@ def build_reducers(
 def _reducer_of_ranks(
     kind: Kind, world: World, network: nn.Cell, optimizer: nn.Cell, totals: WindowTotals, dtypes: Sequence[ms.Type]
 ) -> GradientReducer:
-    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    ranks = Ranks(world.size, world.size, this_device())
     layout = layout_of(kind, optimizer.parameters, ranks, totals.sizes, dtypes)
     buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
     if isinstance(kind, Reduced):
@@ -224,7 +224,7 @@ def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:
     """Raise if the ranks cannot reduce these gradients."""
-    if ms.bfloat16 in dtypes and ms.get_context("device_target") == "CPU":
+    if ms.bfloat16 in dtypes and not sends_bfloat16():
         raise ValueError(
             f"For '{owner}', the argument 'mixed_precision' must be one whose reduce_dtype the device can send, but "
             f"got bfloat16 on CPU. Use float32, or float16 to halve the messages."

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
@@ -121,7 +121,7 @@ class EagerUpdate:
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         self.jit_parts = jit_parts_of(self.optimizer)
         kind = type(self.optimizer)
-        if kind.__module__.startswith("mindspore.mint.") and device_target() == "CPU":
+        if kind.__module__.startswith("mindspore.mint.") and not has_mint_optimizers():
             does = "changes nothing on CPU in PYNATIVE mode"
             remedy = "Take one of mindspore.nn or mindspore.experimental, or give compile=True, with which it trains."
             if kind.__name__ == "AdamW":
