@@ -61,17 +61,18 @@ def require(
 
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
-    if not arguments:
-        return
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
+    unknown = [name for name in arguments if name not in known]
+    if not unknown:
+        return
     meant = []
-    for name in arguments:
+    for name in unknown:
         for right in [_RIGHT_NAMES[name]] if name in _RIGHT_NAMES else difflib.get_close_matches(name, known, 1):
             home = "GradAccumulation" if right in ("micro_size", "batch_axis") else "TrainOneStepCell or Model"
             place = "" if right in known else f" of {home}"
-            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(arguments) > 1))
+            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(unknown) > 1))
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
-    names = ", ".join(map(repr, arguments))
+    names = ", ".join(map(repr, unknown))
     raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
 
 

@@ -18,7 +18,6 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -51,7 +50,7 @@ class TrainedNetwork(Window):
     ) -> None:
         rule, got = "one for all optimizers of a network", f"{settings.clip!r} with {len(optimizers)} optimizers"
         remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
-        fits = len(optimizers) == 1 or not isinstance(settings.clip, ClipByGroupNorm)
+        fits = len(optimizers) == 1 or not settings.clip.has_groups
         require(fits, _OWNER, "clip", rule, got, remedy)
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)

@@ -17,7 +17,7 @@ from ms_gradaccum.backend.mindspore_private import (
     primexpr,
 )
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm
+from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 
 _OWNER = "TrainOneStepCell"
@@ -37,7 +37,7 @@ class SemiAuto:
         optimizer: nn.Cell,
         *,
         accumulation_steps: int = 1,
-        clip: object = None,
+        clip: Clip | None = None,
         drop_non_finite: bool = False,
         dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
     ) -> None:
@@ -46,7 +46,8 @@ class SemiAuto:
         one_gradient = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
-        for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
+        for_all = "Use ClipByGlobalNorm or ClipByValue."
+        is_supported = clip is None or clip.has_one_factor or isinstance(clip, ClipByValue)
         messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
         names = [parameter.name for parameter in optimizer.parameters]
         # Each row: a refused condition, the argument, and the parts of the error.
@@ -54,7 +55,7 @@ class SemiAuto:
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.needs_all_rows, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
-            (by_group, "clip", "one for all", repr(clip), for_all),
+            (not is_supported, "clip", "one for all", repr(clip), for_all),
             (set(reduce_dtypes(dtype, names)) != {ms.float32}, "mixed_precision", *messages),
         ):
             owner = "GradAccumulation" if name == "network" else _OWNER

@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "the clip of each gradient comes before the division",
         "training/update.py",
-        "clipped = self.by_value(clipped, norm, *limit)",
-        "clipped = map_tensors(ops.partial(scale, factor), self.by_value(tuple(sums), norm, *limit))",
+        "clipped = self.clip(clipped, norm, *limit)",
+        "clipped = map_tensors(ops.partial(scale, factor), self.clip(tuple(sums), norm, *limit))",
         (*CLIPS, "training/test_train_step.py", "loops/test_accumulator_updates.py"),
     ),
     Mutation(
