@@ -61,8 +61,9 @@ class CachePass(Preparation):
         if like.micro_loss.half:
             self.max_distance = _MAX_DISTANCE_16_BIT
         self.state = _State(network.backbone, like.parameters)
-        self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, "the state of the network")
-        self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, "the state of the network")
+        what = "the state of the network"
+        self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, what)
+        self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, what)
         self.compiled: list[Compiled] = []
         self.forward_for = functools.cache(self._build_forward)
         self.loss_for = functools.cache(self._build_loss)
@@ -70,12 +71,19 @@ class CachePass(Preparation):
     def compiled_cells(self) -> list[Compiled]:
         return self.compiled
 
-    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool) -> tuple[SplitBatch, int]:
+    def prepare(
+        self,
+        inputs: tuple[object, ...],
+        batch: SplitBatch,
+        rows: int,
+        eager: bool,
+    ) -> tuple[SplitBatch, int]:
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
         structure = SequenceOf(tuple, batch.structure.children[:end])
-        labels = Flattened(inputs[end:], spread_axes(self.batch_axis, inputs)[end:])
+        axes = spread_axes(self.batch_axis, inputs)
+        labels = Flattened(inputs[end:], axes[end:])
         outputs_of_parts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [*map(_concat, zip(*outputs_of_parts))]
         floats = _floats_among(outputs)
@@ -102,7 +110,12 @@ class CachePass(Preparation):
     def join(self) -> None:
         self.reducer.gather_rows(0, [])
 
-    def _outputs(self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool) -> list[Tensors]:
+    def _outputs(
+        self,
+        structure: SequenceOf,
+        micro_batches: list[MicroBatch],
+        eager: bool,
+    ) -> list[Tensors]:
         """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
         run = self.forward_for(structure, eager)
         if not self.state.parameters:
@@ -146,7 +159,9 @@ class CachePass(Preparation):
             grads = (grads,)
         # Otherwise MindSpore would differentiate the loss once more through them, op by op.
         detach = ops.stop_gradient
-        return detach(loss), tuple(map(detach, grads)), tuple(map(detach, own))
+        grads = tuple(map(detach, grads))
+        own = tuple(map(detach, own))
+        return detach(loss), grads, own
 
     def _build_forward(self, structure: SequenceOf, eager: bool) -> Compiled | Eager:
         def make() -> nn.Cell:
@@ -202,11 +217,18 @@ class Forward(nn.Cell):
 class LossAndCache(nn.Cell):
     """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf, floats: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        loss_fn: nn.Cell,
+        count: int,
+        labels: SequenceOf,
+        floats: tuple[int, ...],
+    ) -> None:
         super().__init__(auto_prefix=False)
+        loss = _WholeLoss(loss_fn, count, labels)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
-        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, count, labels), floats, own or None)
+        self.loss_and_grads = ops.value_and_grad(loss, floats, own or None)
 
     def construct(self, *tensors: Tensor) -> Any:
         return self.loss_and_grads(*tensors)
@@ -232,7 +254,8 @@ class _State(nn.Cell):
     def __init__(self, network: nn.Cell, updated: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         known = set(map(id, updated))
-        self.parameters = ParameterTuple(each for each in network.get_parameters() if id(each) not in known)
+        others = [each for each in network.get_parameters() if id(each) not in known]
+        self.parameters = ParameterTuple(others)
 
     def save(self, nothing: Tensor) -> Tensors:
         return map_tensors(_copy, self.parameters)
@@ -258,12 +281,16 @@ def random_cells(network: nn.Cell) -> str:
 
 
 def _draws(cell: nn.Cell) -> bool:
-    if not cell.training or getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
+    if not cell.training:
+        return False
+    if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
     if isinstance(cell, _DROPOUTS):
         return True
-    operators = (each.name for each in vars(cell).values() if isinstance(each, ops.Primitive))
-    return any(map(_DRAWS.search, operators))
+    for value in vars(cell).values():
+        if isinstance(value, ops.Primitive) and _DRAWS.search(value.name):
+            return True
+    return False
 
 
 def _check_settings(settings: StepSettings, reducer: GradientReducer, loss_fn: nn.Cell) -> None:

@@ -55,13 +55,15 @@ def distance(second: Tensor, first: Tensor) -> Tensor:
     zeros = ops.zeros_like(first)
     differences = _row_maxima(ops.select(is_same, zeros, ops.abs(second - first)))
     # The rounding error of an element may be that of the row's largest one.
-    sizes = _row_maxima(ops.select(ops.isfinite(first), ops.abs(first), zeros))
+    finite = ops.select(ops.isfinite(first), first, zeros)
+    sizes = _row_maxima(ops.abs(finite))
     least = ops.maximum(ops.amax(sizes) * 0.01, Tensor(1e-30, ms.float32))
     return scalar(ops.amax(differences / ops.maximum(sizes, least)))
 
 
 def _row_maxima(values: Tensor) -> Tensor:
-    return ops.amax(values.reshape((values.shape[0], -1)), 1)
+    rows = values.reshape((values.shape[0], -1))
+    return ops.amax(rows, 1)
 
 
 def _product(values: Tensor, grads: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ _OWNER = "ContrastiveLoss"
 # A graph contains a copy of the loop's body for each block.
 _MOST_BLOCKS = 32
 _NONE = -1e30
+Tensors = tuple[Tensor, ...]
 
 
 class ContrastiveLoss(FrozenAfterInit, nn.Cell):
@@ -132,9 +133,9 @@ class LogSumExps(nn.Cell):
         self.block_rows = block_rows
         self.is_one = is_one
 
-    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> Tensors:
         """Return the sum (for one tower, only along the rows of ``a``) and the logarithms for the backward pass."""
-        by_row: tuple[Tensor, ...] = ()
+        by_row: Tensors = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
         for begin, end in blocks_of(a.shape[0], self.block_rows):
             # The blocks run one after the other, so that their products do not exist at the same time.
@@ -144,7 +145,8 @@ class LogSumExps(nn.Cell):
             if not self.is_one:
                 own = _log_sum_exp(products, 0)
                 larger = ops.maximum(by_column, own)
-                by_column = larger + ops.log(ops.exp(by_column - larger) + ops.exp(own - larger))
+                shares = ops.exp(by_column - larger) + ops.exp(own - larger)
+                by_column = larger + ops.log(shares)
         rows = ops.concat(by_row)
         total = rows
         if not self.is_one:
@@ -160,15 +162,20 @@ class LogSumExps(nn.Cell):
         return products
 
     def bprop(
-        self, a: Tensor, b: Tensor, weights: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        a: Tensor,
+        b: Tensor,
+        weights: Tensor,
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients. The products are computed again."""
         logs = ops.log(weights)
         ones = ops.ones(logs.shape, ms.float32)
         longer_b = _lengthened(b, ones)
         shifted_b = _lengthened(b, logs - out[2])
         row_shifts = logs - out[1]
-        a_grads: tuple[Tensor, ...] = ()
+        a_grads: Tensors = ()
         b_grad = ops.zeros(b.shape, ms.float32)
         for begin, end in blocks_of(b.shape[0], self.block_rows):
             part = ops.depend(a[begin:end], (a_grads, b_grad))
@@ -179,11 +186,13 @@ class LogSumExps(nn.Cell):
                 shares = shares + ops.exp(ops.matmul(longer, shifted_b.T))
             a_grads += (ops.matmul(shares, b),)
             b_grad = b_grad + ops.matmul(shares.T, part)
-        return ops.concat(a_grads) * dout[0], b_grad * dout[0], ops.zeros(weights.shape, ms.float32)
+        a_grad = ops.concat(a_grads)
+        return a_grad * dout[0], b_grad * dout[0], ops.zeros_like(weights)
 
 
 def _log_sum_exp(products: Tensor, axis: int) -> Tensor:
-    return ops.amax(products, axis) - ops.amax(ops.LogSoftmax(axis)(products), axis)
+    log_shares = ops.LogSoftmax(axis)(products)
+    return ops.amax(products, axis) - ops.amax(log_shares, axis)
 
 
 def _lengthened(rows: Tensor, column: Tensor) -> Tensor:
@@ -200,18 +209,21 @@ def _sum_alike(values: Tensor, numbers: Tensor) -> Tensor:
 def label_numbers(labels: Tensor) -> Tensor:
     """Number the labels from 0; equal labels get the same number."""
     ordered, places = ops.sort(labels.reshape(-1))
-    # For a single label the slice would be empty, which MindSpore's kernels refuse.
-    before = ops.gather(ordered, ops.maximum(ops.arange(ordered.shape[0]) - 1, 0), 0)
-    numbers = ops.cumsum(ops.cast(ops.not_equal(ordered, before), ms.float32), 0)
+    # For a single label a slice would be empty, which MindSpore's kernels refuse.
+    index_before = ops.maximum(ops.arange(ordered.shape[0]) - 1, 0)
+    is_new = ops.not_equal(ordered, ops.gather(ordered, index_before, 0))
+    numbers = ops.cumsum(ops.cast(is_new, ms.float32), 0)
     # Restore the order of the rows.
-    return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
+    ranks = ops.sort(ops.cast(places, ms.int32))[1]
+    return ops.cast(ops.gather(numbers, ranks, 0), ms.int32)
 
 
 @primexpr
 def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
     """Return the begin and end of each block of rows."""
     size = max(block_rows, -(-rows // _MOST_BLOCKS))
-    return tuple((begin, min(begin + size, rows)) for begin in range(0, rows, size))
+    begins = range(0, rows, size)
+    return tuple((begin, min(begin + size, rows)) for begin in begins)
 
 
 @primexpr

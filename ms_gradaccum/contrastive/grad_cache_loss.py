@@ -95,11 +95,20 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
 
     def preparation(
-        self, batch_axis: BatchAxis, settings: StepSettings, like: nn.Cell, reducer: GradientReducer
+        self,
+        batch_axis: BatchAxis,
+        settings: StepSettings,
+        like: nn.Cell,
+        reducer: GradientReducer,
     ) -> CachePass:
         return CachePass(self, batch_axis, settings, like, reducer)
 
-    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> CachedLoss:
+    def prepared_loss(
+        self,
+        structure: SequenceOf | None,
+        weighted: object,
+        losses: object,
+    ) -> CachedLoss:
         if weighted:
             _refuse_setting("weighted", False, weighted)
         if losses is not None:
