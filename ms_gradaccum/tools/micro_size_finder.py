@@ -1,13 +1,12 @@
 """The smallest number of micro batches that fits into a given memory. A process measures each candidate."""
 
-import json
 import os
 import re
 import resource
 import signal
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,32 +179,33 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
     must_run = f"For '{_OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
-    peak, is_killed = None, False
+    found = Measured()
     with Job(1, f"{__name__}:work", task) as job:
 
-        def watch(phase: str) -> None:
-            cap = begun(job.folder).cap
-            if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
+        def watch() -> None:
+            if found.cap is not None and memory_of(job.process.pid, "VmHWM") > found.cap:
                 raise _OverCap
 
         try:
-            (report,) = job.wait(timeout, watch, _LOOK)
-            peak = report["peak"]
+            (found,) = job.wait(timeout, moment=_LOOK)
+            (found,) = job.wait(timeout, watch, _LOOK)
         except _OverCap:
-            is_killed = True
+            return found._replace(is_killed=True)
         except TimeoutError:
-            rule, got = f"more than what two windows of micro_size={micro_size} take", f"{timeout:g} s"
-            raise TimeoutError(argument_error(_OWNER, "timeout", rule, got, "Give it more time.")) from None
+            rule = f"more than what two windows of micro_size={micro_size} take"
+            remedy = "Give it more time."
+            raise TimeoutError(argument_error(_OWNER, "timeout", rule, f"{timeout:g} s", remedy)) from None
         except RankError as error:
             if not is_out_of_memory(error.kind, error.text):
                 raise error.here(must_run) from error
         except EndedError:
-            status, said = job.process.returncode, job.last_words() or "none"
+            status = job.process.returncode
+            said = job.last_words() or "none"
             # SIGKILL comes only from the system, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
                 raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said}") from None
-        return begun(job.folder)._replace(peak=peak, is_killed=is_killed)
+    return found
 
 
 def _check_memory_limit(limit: int | str) -> int:
@@ -218,27 +218,29 @@ def _check_memory_limit(limit: int | str) -> int:
     return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
 
 
-def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
-    """Build a training in the folder ``home``, train it in ``micro_size`` micro batches, and return its peak."""
+def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator[Measured]:
+    """Build a training in the folder ``home`` and train it in ``micro_size`` micro batches.
+
+    Yield the memory before the first window, then the peak, too.
+    """
     os.chdir(home)
     # Make the system kill this process first when memory runs out, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    training, on_host = Training(Builder(*builder).call(), micro_size), ms.get_context("device_target") == "CPU"
+    training = Training(Builder(*builder).call(), micro_size)
+    on_host = ms.get_context("device_target") == "CPU"
     # Return memory gaps that building has left, which the training would fill first.
     return_memory()
     Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
-    loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
-    cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
-    meeting.write("begun", json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
+    excess = max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0
+    if on_host:
+        found = Measured(training.rows, memory_of("self", "VmRSS"), cap=limit + excess)
+    else:
+        found = Measured(training.rows, ms.runtime.memory_allocated())
+    yield found
     training.run()
-    return {"peak": memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()}
-
-
-def begun(folder: Path) -> Measured:
-    """Return the values that a child has written before its first window."""
-    file = folder / "begun"
-    return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
+    peak = memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()
+    yield found._replace(peak=peak)
 
 
 def memory_of(process: int | str, key: str) -> int:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.text import aligned
-from ms_gradaccum.tools.verification.experiment import Experiment, Run, misfits, norm_of, relative
+from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.whole_batch import Run, norm_of, parameter_differences, relative
 
 _SHOWN = 20
 
@@ -105,7 +106,7 @@ class VerifyReport:
 def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
     """Compare two runs parameter by parameter, and return the worst first."""
     names, start = [parameter.name for parameter in experiment.parameters], experiment.start.tensors
-    rows = zip(names, window.grads, whole.grads, misfits(window, whole))
+    rows = zip(names, window.changes, whole.changes, parameter_differences(window, whole))
     entries = [_entry(name, "gradient", a, b, miss, rtol) for name, a, b, miss in rows]
     for place in sorted({*window.state, *whole.state}):
         a, b = (run.state.get(place, start.values[place]).astype(np.float64) for run in (window, whole))
@@ -117,7 +118,7 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
 def _entry(name: str, kind: str, window: Array, whole: Array, miss: float, rtol: float) -> ParameterDifference:
     ratio = 1.0 if norm_of(window) == norm_of(whole) else relative(norm_of(window), norm_of(whole))
     largest = float(np.abs(window.astype(float) - whole).max(initial=0.0))
-    return ParameterDifference(name, kind, largest, miss, ratio, not miss <= rtol)  # A NaN differs.
+    return ParameterDifference(name, kind, largest, miss, ratio, miss > rtol)
 
 
 def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:

@@ -14,8 +14,9 @@ from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
-from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
+from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
+from ms_gradaccum.tools.whole_batch import Run, largest_difference
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
 
 _OWNER = "verify"
@@ -166,7 +167,9 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
     if differing:
         moved = [entry.name for entry in differing if entry.kind == "state"]
         causes = causes_of(experiment, window, whole, reference, moved, rtol)
-    return VerifyReport(not differing, tuple(entries), window.loss, expected.loss, experiment.rows, rtol, causes)
+    return VerifyReport(
+        not differing, tuple(entries), window.losses[0], expected.losses[0], experiment.rows, rtol, causes
+    )
 
 
 def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
@@ -179,12 +182,14 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
             other, _, fast = _run_twice(replace(eager, compiles=True))
     except Exception as error:
         return CompileReport(False, causes=(f"The network cannot be {how}: {first_line(error)}",))
-    if not is_finite(first) or misfit(first, again) > rtol:
-        cause = _RANDOM if is_finite(first) else "An Inf or NaN in the run op by op: nothing can be compared."
+    if not first.is_finite or largest_difference(first, again) > rtol:
+        cause = _RANDOM if first.is_finite else "An Inf or NaN in the run op by op: nothing can be compared."
         return CompileReport(False, causes=(cause,), speedup=slow / fast)
     entries = differences(eager, other, first, rtol)
-    equal = misfit(first, other) <= rtol and not any(entry.differs for entry in entries)
-    return CompileReport(equal, tuple(entries), first.loss, other.loss, () if equal else (_DIFFERS,), slow / fast)
+    equal = largest_difference(first, other) <= rtol and not any(entry.differs for entry in entries)
+    return CompileReport(
+        equal, tuple(entries), first.losses[0], other.losses[0], () if equal else (_DIFFERS,), slow / fast
+    )
 
 
 def _run_twice(experiment: Experiment) -> tuple[Run, Run, float]:
