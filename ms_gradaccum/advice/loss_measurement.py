@@ -20,6 +20,7 @@ from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.snapshot import Array, Snapshot, SnapshotTensors, as_array, kept, set_mode
 from ms_gradaccum.batch.split import Flattened, MicroBatch
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
 # Relative differences that rounding explains: of a loss in float32, in 16 bits, and of a gradient.
@@ -151,7 +152,7 @@ class LossMeasurement:
         self,
         inputs: tuple[Any, ...],
         micro_batches: Sequence[MicroBatch],
-        structure: Hashable,
+        structure: SequenceOf,
         weight: float | None = None,
     ) -> list[Rows]:
         """Return the rows of the micro batches of a batch, or of its only one with a weight of the caller."""
@@ -249,7 +250,7 @@ class LossMeasurement:
             return pairs[:2]
         return [pairs[(self.batches.bit_length() - 1) % len(pairs)]]
 
-    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
+    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: SequenceOf) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
         parts = self.rows_of(inputs, micro_batches, structure)
         for a, b in itertools.pairwise(parts):
@@ -558,7 +559,7 @@ class _Passes:
         value, weight = (float(number.asnumpy()) for number in run(Tensor(1.0, ms.float32), *rows.tensors)[:2])
         return Loss(value, weight if self.measurement.network.weighted else rows.weight)
 
-    def _run(self, structure: Hashable, axes: tuple[int | None, ...]) -> Eager | Compiled:
+    def _run(self, structure: SequenceOf, axes: tuple[int | None, ...]) -> Eager | Compiled:
         measurement = self.measurement
         is_eager = runs_eagerly(measurement.compiles)
         key = (structure, is_eager)
