@@ -9,12 +9,23 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, nn, ops
 
 from ms_gradaccum._checks import State, another_program
-from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.mindspore_private import primexpr
+from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.backend.tensors import Done
 
 _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
+
+
+class _NoState:
+    """The state of a scale that is chosen by no object of the user's."""
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, saved: object) -> None:
+        if saved != {}:
+            raise another_program("has the loss scale of a user's own class")
 
 
 class NoLossScale(nn.Cell):
@@ -26,6 +37,8 @@ class NoLossScale(nn.Cell):
     searches = False
     # True if an optimizer with its own divisor divides by the scale, as in MindSpore's own step.
     is_left_to_optimizer = False
+    # The state outside of parameters. The scale itself is a parameter and is saved as one.
+    own_state: _NoState | PlainState = _NoState()
 
     def value(self) -> Tensor:
         """Return the scale of the open window, a float32 scalar."""
@@ -42,15 +55,6 @@ class NoLossScale(nn.Cell):
 
     def adjust(self, updated: bool, bad: Tensor) -> None:
         """Choose the scale of the next window from the host."""
-
-    def numbers(self) -> State:
-        """Return the state outside of parameters, as JSON. (``Cell.state_dict`` has the parameters.)"""
-        return {}
-
-    def load_numbers(self, saved: object) -> None:
-        """Load the result of `numbers`."""
-        if saved != {}:
-            raise another_program("has the loss scale of a user's own class")
 
 
 class FixedLossScale(NoLossScale):
@@ -108,6 +112,7 @@ class ForeignLossScale(FixedLossScale):
     def __init__(self, chooser: Any) -> None:
         super().__init__(new_scale(_scale_of(chooser)))
         self.chooser = chooser
+        self.own_state = PlainState(chooser)
         # A manager of a fixed scale can require updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
@@ -127,12 +132,6 @@ class ForeignLossScale(FixedLossScale):
             self.chooser.update_loss_scale(is_bad)
         # Not by set_data(): a compiled function of the user would keep the old value.
         ops.assign(self.scale, Tensor(_scale_of(self.chooser), ms.float32))
-
-    def numbers(self) -> State:
-        return plain_state.take(self.chooser)
-
-    def load_numbers(self, saved: object) -> None:
-        plain_state.put(self.chooser, saved)  # The scale itself is a parameter and is saved as one.
 
 
 def _scale_of(chooser: Any) -> float:

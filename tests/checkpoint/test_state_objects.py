@@ -14,7 +14,7 @@ from mindspore.experimental import optim
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
-from ms_gradaccum.backend import plain_state
+from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.training.events import Events
@@ -60,8 +60,8 @@ def used_scheduler(scheduler):
     scheduler.is_due = True
 
 
-def used_scale(loss_scale):
-    loss_scale.adjust(Tensor(False), Tensor(True))
+def used_scale(own_state):
+    own_state.item.update_loss_scale(True)
 
 
 def new_window():
@@ -108,19 +108,11 @@ def used_network(network):
 OBJECTS = {
     "events": (lambda: Events("it"), used_events),
     "scheduler": (new_scheduler, used_scheduler),
-    "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
+    "loss scale": (lambda: ForeignLossScale(OwnScale()).own_state, used_scale),
     "window": (new_window, used_window),
     "network": (lambda: new_loop("network"), used_network),
     "loop": (lambda: new_loop("loop"), used_loop),
 }
-
-
-def state_of(item):
-    return item.numbers() if isinstance(item, NoLossScale) else item.state_dict()
-
-
-def load(item, saved):
-    return item.load_numbers(saved) if isinstance(item, NoLossScale) else item.load_state_dict(saved)
 
 
 def damaged(saved):
@@ -142,10 +134,10 @@ def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
     build, use = OBJECTS[name]
     used, fresh = build(), build()
     use(used)
-    saved = json.loads(json.dumps(state_of(used)))
-    assert state_of(fresh) != saved
-    load(fresh, saved)
-    assert state_of(fresh) == saved == state_of(used)
+    saved = json.loads(json.dumps(used.state_dict()))
+    assert fresh.state_dict() != saved
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict() == saved == used.state_dict()
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -153,12 +145,12 @@ def test_an_object_that_refuses_a_state_is_as_it_was(name):
     build, use = OBJECTS[name]
     used, item = build(), build()
     use(used)
-    before, tried = state_of(item), 0
-    for saved in damaged(json.loads(json.dumps(state_of(used)))):
+    before, tried = item.state_dict(), 0
+    for saved in damaged(json.loads(json.dumps(used.state_dict()))):
         tried += 1
         with pytest.raises(DamagedState):
-            load(item, saved)
-        assert state_of(item) == before
+            item.load_state_dict(saved)
+        assert item.state_dict() == before
     assert tried > 4
 
 
@@ -195,16 +187,16 @@ def test_more_batches_than_a_buffer_counts_are_refused():
 
 
 def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
-    scale = NoLossScale()
-    scale.load_numbers(scale.numbers())
+    state = NoLossScale().own_state
+    state.load_state_dict(state.state_dict())
     with pytest.raises(DamagedState, match="another network, optimizer or setting: it has the loss scale of a user's"):
-        scale.load_numbers(ForeignLossScale(OwnScale()).numbers())
+        state.load_state_dict(ForeignLossScale(OwnScale()).own_state.state_dict())
 
 
 def test_parameters_inside_an_object_are_changed_in_place():
     chooser = OwnScale()
     held = chooser.seen
-    plain_state.put(chooser, {"scales": [2.0], "name": "other", "seen": 7.0})
+    PlainState(chooser).load_state_dict({"scales": [2.0], "name": "other", "seen": 7.0})
     assert chooser.seen is held and float(held.asnumpy()) == 7.0
     assert (chooser.scales, chooser.name) == ([2.0], "other")
 
@@ -225,8 +217,8 @@ def test_numbers_in_a_list_of_parameters_come_back():
     used, fresh = Mixed(0.5, 2.0), Mixed(0.1, 1.0)
     used.own[2][1:] = "b", (2,)
     first = fresh.own[0]
-    saved = json.loads(json.dumps(plain_state.take(used)))
-    plain_state.put(fresh, saved)
+    saved = json.loads(json.dumps(PlainState(used).state_dict()))
+    PlainState(fresh).load_state_dict(saved)
     assert fresh.own[0] is first and fresh.own[1] == 0.5 and fresh.own[2][1:] == ["b", (2,)]
     assert first.asnumpy() == fresh.own[2][0].asnumpy() == fresh.fixed[0].asnumpy() == 2.0
     assert fresh.own[3] == Pair(0.5, 2) and fresh.own[3].b == 2
@@ -234,7 +226,7 @@ def test_numbers_in_a_list_of_parameters_come_back():
         other, damaged = Mixed(0.1, 1.0), copy.deepcopy(saved)
         damaged["own"][place] = value
         with pytest.raises(DamagedState):
-            plain_state.put(other, damaged)
+            PlainState(other).load_state_dict(damaged)
         assert other.own[0].asnumpy() == 1.0 and other.own[1] == 0.1
 
 

@@ -108,7 +108,7 @@ MUTATIONS = (
         "the sums of an open window are not restored",
         "checkpoint/state.py",
         "        for part in parts:\n",
-        "        parts = parts if window is None else []\n        for part in parts:\n",
+        "        parts = parts if held.window is None else []\n        for part in parts:\n",
         STATES,
     ),
     Mutation(
@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "the loss scale is not restored",
         "training/window.py",
-        '        self.loss_scale.load_numbers(saved.get("loss_scale"))\n',
+        '        self.loss_scale.own_state.load_state_dict(saved.get("loss_scale"))\n',
         "",
         STATES,
     ),
