@@ -23,11 +23,15 @@ _KINDS: dict[str, ParallelChoice] = {
     "HSDP level2": HSDP(threshold=0, optimizer_level="level2"),
 }
 _FLOAT32 = 2.0**-24
-_MICRO_SIZE, _RATE, _MOMENTUM = 3, 0.1, 0.9
+_MICRO_SIZE = 3
+_RATE = 0.1
+_MOMENTUM = 0.9
 _DEVIATIONS = 4.0
 _ROUNDING = {ms.float32: _FLOAT32, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
 _MATRIX_UNIT = {"CPU": _FLOAT32, "GPU": 2.0**-11, "Ascend": 2.0**-11}
-_INPUTS, _HIDDEN, _OUTPUTS = 12, 32, 4
+_INPUTS = 12
+_HIDDEN = 32
+_OUTPUTS = 4
 # The number of consecutive roundings in the forward and the backward pass of the MLP.
 _ROUNDINGS = 10
 

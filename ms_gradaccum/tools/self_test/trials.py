@@ -92,12 +92,13 @@ def resume_other(cell: Cell) -> Found:
 def one_graph(cell: Cell) -> Found:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
+    batches = [training.batch(number, cell.rows) for number in (0, 1)]
     if cell.device == "CPU":
         graph = ms.jit(training.step)
-        for number in (0, 1):
-            training.note(graph(*cell.share(training.batch(number, cell.rows))))
+        for batch in batches:
+            training.note(graph(*cell.share(batch)))
         return training.compared()
-    arrays = tuple(map(np.concatenate, zip(*(training.batch(number, cell.rows) for number in (0, 1)))))
+    arrays = tuple(map(np.concatenate, zip(*batches)))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)
     Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
     return training.compared()
@@ -125,13 +126,12 @@ def semi_auto(cell: Cell) -> Found:
     second.matmul.shard(((dp, 2), (1, 2)))
     second.bias_add.shard(((dp, 1), (1,)))
     # The two processes of one row of the mesh have the same rows of the data.
-    batches = (training.batch(number, cell.rows) for number in (0, 1))
-    parts = [[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch] for batch in batches]
     step = training.step
     for parameter in step.get_parameters():
         parameter.init_data()
-    for batch in parts:
-        training.note(step(*batch))
+    for number in (0, 1):
+        batch = training.batch(number, cell.rows)
+        training.note(step(*[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch]))
     names = [parameter.name for parameter in step.network.trainable_params()]
     return training.compared(lambda i, value: own_part(value, step.parameter_layout_dict.get(names[i]), cell.rank))
 
