@@ -15,8 +15,9 @@ from mindspore import Parameter, amp, nn
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
-from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
+from ms_gradaccum.backend.device import device_target, runs_here
 from ms_gradaccum.backend.mindspore_private import OutputTo32
+from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
 from ms_gradaccum.gradients.clipping import groups_of
@@ -203,8 +204,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    runs_here = device_target() == ms.get_context("device_target")
-    if settings.dtype == ms.bfloat16 and runs_here:
+    if settings.dtype == ms.bfloat16 and runs_here():
         try:
             multiply(ms.bfloat16)
         except Exception as error:
@@ -216,7 +216,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     elif settings.dtype == ms.float16:
         factors = settings.growth_factor, settings.backoff_factor
         scale = dynamic_loss_scale(settings.init_scale, *factors, settings.growth_interval)
-    if scale.scales and scale.skips_overflow and runs_here:
+    if scale.scales and scale.skips_overflow and runs_here():
         rule, got = "one without a search for Inf on a device that has none", "a loss scale in Ascend's saturation mode"
         remedy = "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
         require(not clamps_overflow(), owner, "mixed_precision", rule, got, remedy)

@@ -10,7 +10,7 @@ from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import is_a, listed, require, warn
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.backend.snapshot import constants_of
@@ -47,7 +47,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     remedy = "Use hsdp() in place of fully_shard() and shard_module(), or HSDP of this package."
     require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
     rule, remedy = "outside semi-auto-parallel mode on CPU", "Call mindspore.reset_auto_parallel_context() first."
-    is_supported = device_target() != "CPU" or not in_semi_auto()
+    is_supported = can_partition() or not in_semi_auto()
     require(is_supported, owner, "network", rule, "a context in that mode", remedy)
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
@@ -60,7 +60,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
         rule = "'auto' in semi-auto-parallel"
         require(parallel == "auto", owner, "parallel", rule, repr(parallel), remedy)
-        return SemiAuto(network)
+        return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
         stages = network._pipeline_stages
         rule, got = "in one pipeline stage", f"{stages} pipeline stages"
@@ -89,7 +89,7 @@ def build_reducers(
     if drop_non_finite:
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
-    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    ranks = Ranks(world.size, world.size, this_device())
     names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
     each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
@@ -191,7 +191,7 @@ def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:
     """Raise if the ranks cannot reduce these gradients."""
-    can_send = ms.bfloat16 not in dtypes or ms.get_context("device_target") != "CPU"
+    can_send = ms.bfloat16 not in dtypes or sends_bfloat16()
     rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
     require(can_send, owner, "mixed_precision", rule, "bfloat16 on CPU", remedy)
     check_parameters_sent(owner, optimizer.parameters)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ms_gradaccum.backend.device import has_all_gather_in_groups, has_reduce_scatter, reduces_in_order
 from ms_gradaccum.backend.tensors import fill_buckets
 from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 
@@ -35,18 +36,17 @@ class Ranks(NamedTuple):
     @property
     def scatters(self) -> bool:
         """True if the device has a ReduceScatter. On CPU, an AllReduce of the whole tensor stands in."""
-        return self.device_target != "CPU"
+        return has_reduce_scatter(self.device_target)
 
     @property
     def gathers(self) -> bool:
         """True if the device has an AllGather for these ranks. Otherwise an AllReduce of zero-padded rows stands in."""
-        return self.device_target != "CPU" or self.is_world
+        return self.is_world or has_all_gather_in_groups(self.device_target)
 
     @property
     def reduces(self) -> bool:
         """True if a graph can have several AllReduces. On GPU, a ReduceScatter and an AllGather stand in for each."""
-        # There MindSpore 2.10 puts them on a stream of their own, where they do not wait for the values that they send.
-        return self.device_target != "GPU"
+        return reduces_in_order(self.device_target)
 
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one

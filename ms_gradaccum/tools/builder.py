@@ -58,6 +58,8 @@ class Builder(NamedTuple):
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
         import mindspore as ms
 
+        from ms_gradaccum.backend.device import arguments_of_set_device
+
         if isinstance(build, str):
             place, name = _parse(owner, build)
             # The arguments of this program are only for its own functions.
@@ -65,16 +67,18 @@ class Builder(NamedTuple):
         else:
             place, name = _locate(owner, build)
             argv = sys.argv
-        return Builder(place, name, argv, ms.get_context("mode"), _device(), owner)
+        return Builder(place, name, argv, ms.get_context("mode"), arguments_of_set_device(), owner)
 
     def call(self) -> Any:
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
         import mindspore as ms
 
+        from ms_gradaccum.backend.device import arguments_of_set_device
+
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
         # A device can be set only once. So the default device is not set, because the function may choose another.
-        if self.device != _device():
+        if self.device != arguments_of_set_device():
             ms.set_device(*self.device)
         try:
             if "/" in self.place:
@@ -89,16 +93,6 @@ class Builder(NamedTuple):
             rule = f"the name of a function of {self.place}"
             raise ValueError(_sentence(self.owner, repr(self.name), "It is called without arguments.", rule))
         return build()
-
-
-def _device() -> list[str | int]:
-    """Return the arguments of `set_device` for the device of this process."""
-    import mindspore as ms
-
-    target = ms.get_context("device_target")
-    if target == "CPU":
-        return [target]
-    return [target, ms.get_context("device_id")]
 
 
 def _parse(owner: str, text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
@@ -115,7 +115,7 @@ class EagerUpdate:
         self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         self.jit_parts = jit_parts_of(self.optimizer)
-        if type(self.optimizer).__module__.startswith("mindspore.mint.") and device_target() == "CPU":
+        if type(self.optimizer).__module__.startswith("mindspore.mint.") and not has_mint_optimizers():
             name = type(self.optimizer).__name__
             does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"
             if name == "AdamW":

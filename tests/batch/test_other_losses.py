@@ -25,6 +25,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 4], [1, 1], [4, 0], [2, 5]])
 Y = np.float32([[1], [0], [2], [1], [3], [2], [0]])
@@ -311,4 +312,4 @@ def test_semi_auto_parallel_says_that_it_reports_none():
     )
     loss_cell = GradAccumulation(Losses(), 2, losses="first")
     with pytest.warns(UserWarning, match=whole(text)):
-        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
+        check_step(SemiAuto(None), loss_cell, sgd(loss_cell))

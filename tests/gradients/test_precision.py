@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.backend import device
+from ms_gradaccum.backend import probes
 from ms_gradaccum.gradients import mixed_precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
@@ -267,9 +267,9 @@ def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
     add, get_context = Tensor.__add__, ms.get_context
     on_ascend = {"device_target": "Ascend"}
     monkeypatch.setattr(ms, "get_context", lambda name: on_ascend.get(name) or get_context(name))
-    assert not device.clamps_overflow()
+    assert not probes.clamps_overflow()
     monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(clamped(add(a, b).asnumpy())))
-    assert device.clamps_overflow()
+    assert probes.clamps_overflow()
     text = (
         "For 'Model', the argument 'mixed_precision' must be one without a search for Inf on a device that has none, "
         "but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and "

@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a partitioned step divides by a wrong count",
-        "training/partitioned_step.py",
+        "static_graph/partitioned_step.py",
         "        factor = reciprocal(weight)\n",
         "        factor = reciprocal(weight + 1.0)\n",
         ("distributed/test_semi_auto_parallel.py",),

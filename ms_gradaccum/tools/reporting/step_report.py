@@ -14,10 +14,10 @@ from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.network_trainer import only_of
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.partitioned_step import Step
+from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.train_step import TrainOneStepCell
 from ms_gradaccum.training.window import Window
 
 

@@ -14,6 +14,7 @@ from mindspore.communication import get_rank, init
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.device import DEVICES, can_partition, is_host, this_device
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
@@ -40,8 +41,8 @@ def self_test(
 
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
-    device = ms.get_context("device_target") if device is None else device
-    check_choice(_OWNER, "device", device, ("CPU", "GPU", "Ascend"), "By default MindSpore chooses it.")
+    device = this_device() if device is None else device
+    check_choice(_OWNER, "device", device, DEVICES, "By default MindSpore chooses it.")
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
     start = time.monotonic()
@@ -123,9 +124,9 @@ def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
     devices = facts.get("devices", cell.size)
     if cell.workers == 1 and cell.parallel != ALONE:
         return "it takes several processes"
-    if cell.device != "CPU" and devices < cell.size:
+    if not is_host(cell.device) and devices < cell.size:
         return f"{cell.size} processes take as many devices, and there are {devices}"
-    if cell.partitioned and cell.device == "CPU":
+    if cell.partitioned and not can_partition(cell.device):
         return "CPU has no semi-auto-parallel"
     return ""
 
@@ -134,7 +135,7 @@ def try_cells(meeting: Meeting, cells: list[dict[str, Any]]) -> Iterator[Result]
     """Run cells in one of their processes. Yield the facts about the machine, then the outcome of each cell."""
     planned = [Cell(**cell) for cell in cells]
     first = planned[0]
-    if first.device != ms.get_context("device_target"):
+    if first.device != this_device():
         ms.set_device(first.device)
     rank = 0
     if first.size > 1:
