@@ -41,6 +41,7 @@ class StepReport:
     loss_scale: float
     weight: float
     other_losses: tuple[float, ...] | None = None
+    loss_names: tuple[str, ...] = ()
     batches: int | None = None
     micro_batches: int | None = None
     rows_per_second: float | None = None
@@ -50,8 +51,10 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return the known items as single numbers, by name; of several learning rates the smallest and the largest."""
         items = {field.name: getattr(self, field.name) for field in fields(self)}
-        for i, loss in enumerate(items.pop("other_losses") or (), 1):
-            items[f"other_loss_{i}"] = loss
+        others = items.pop("other_losses") or ()
+        names = items.pop("loss_names") or range(1, len(others) + 1)
+        for name, loss in zip(names, others):
+            items[f"other_loss_{name}"] = loss
         rates = items["learning_rate"]
         if isinstance(rates, tuple):
             items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
@@ -167,10 +170,12 @@ class StepReporter(FrozenAfterInit):
             items["micro_batches"] = self._train_step.events.micro_batches or None
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
-        others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        items["other_losses"] = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        if self._window is not None:
+            items["loss_names"] = self._window.network.loss_names
         self._since = now
         self.restart()
-        return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
+        return StepReport(update=update, skipped_updates=self._skipped_updates, **items)
 
     def _number_of_update(self) -> int:
         """Return the optimizer's number of updates, or the number that the step or this reporter has counted."""
