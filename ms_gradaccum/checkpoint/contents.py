@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
@@ -17,6 +17,8 @@ from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.step import Step
+from ms_gradaccum.training.window import Window
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."
@@ -78,7 +80,7 @@ class Contents:
         if hasattr(step, "ema_averages"):
             self._hold("", step.ema_averages.get_parameters())
 
-    def _hold_window(self, number: int, window: Any) -> None:
+    def _hold_window(self, number: int, window: Window | Step) -> None:
         prefix = f"network{number}." if number else ""
         for cell in (window.network, *window.optimizers):
             cell.init_parameters_data()
@@ -135,7 +137,9 @@ class Contents:
 
     def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
-        epoch = places[0].next_epoch if places else None
+        epoch = None
+        if places:
+            epoch = places[0].next_epoch
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 

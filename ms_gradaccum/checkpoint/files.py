@@ -217,7 +217,9 @@ def read_manifest(state: Path) -> State:
     is_whole = has_ranks and isinstance(files, dict) and isinstance(extra, dict)
     _check(is_whole, path, "lacks its files, its processes or its extra values")
     for name, facts in files.items():
-        kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
+        kinds = {}
+        if isinstance(facts, dict):
+            kinds = {key: type(value) for key, value in facts.items()}
         # A valid name cannot lead out of the folder.
         is_known = _FILE.fullmatch(name) is not None and kinds == {"size": int, "sha256": str}
         _check(is_known, path, f"lists the file {name!r} in a way that this version does not write")
@@ -231,7 +233,9 @@ def read_tensors(state: Path, files: Files, prefix: str) -> Arrays:
 
 
 def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:
-    data = b"" if path.is_symlink() else _read(path)
+    data = b""
+    if not path.is_symlink():
+        data = _read(path)
     _check(len(data) == facts["size"], path, f"has not the {facts['size']} bytes that were written")
     _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _CHANGED)
     try:

@@ -135,7 +135,9 @@ def _places_of(step: object, trained: TrainOneStepCell | Accumulator) -> list[Da
     if isinstance(trained, Accumulator):
         return [dataset.place() for dataset in trained.datasets.values()]
     place = getattr(step, "data_place", None)
-    return [] if place is None else [place]
+    if place is None:
+        return []
+    return [place]
 
 
 def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
@@ -194,16 +196,17 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
         return partial, [digest([held[name].source]) for name in compared]
 
     words = exchange(_SAVES, first_words)
-    digests = zip(*(each for _, each in words))
-    differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
+    partial, digests = words[0]
+    differing: set[str] = set()
+    for _, others in words:
+        differing |= {name for name, own, other in zip(compared, digests, others) if own != other}
     shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
-    differing_ranks = sorted(name for name in differing if id(held[name].source) in shared)
-    if differing_ranks:
-        raise RuntimeError(
-            f"For '{_SAVE}', the processes must have the same parameters, but got different ones of "
-            f"{differing_ranks[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
-        )
-    partial = words[0][0]
+    for name in sorted(differing):
+        if id(held[name].source) in shared:
+            raise RuntimeError(
+                f"For '{_SAVE}', the processes must have the same parameters, but got different ones of {name!r}. Look "
+                f"for what changes parameters outside the optimizer, or load the last state."
+            )
     if contents.is_partitioned:
         return partial, set(held)
     return partial, differing | sums
@@ -290,7 +293,8 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
 def _choose(directory: Path) -> Path:
     state = files.find_state(directory)
     if state is None:
-        has = [*(repr(each.name) for each in files.renamed_states(directory)), "none"][0]
+        renamed = files.renamed_states(directory)
+        has = repr(renamed[0].name) if renamed else "none"
         raise ValueError(
             f"For '{_LOAD}', the argument 'directory' must be a folder with states, but got {directory.absolute()}, "
             f"which has {has}. Give the one that save_state() has written to, or the folder of one state."
@@ -329,11 +333,12 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
     if (contents.has_shards or contents.is_partitioned) and len(everyone) != ranks:
         remedy = "Take as many; MindSpore's transform_checkpoints converts what AutoParallel has cut"
         raise another_program(f"has the network's shards of {len(everyone)} processes, not {ranks}. {remedy}")
-    batches = []
+    batches: list[list[int]] = []
     for numbers in everyone:
-        windows = check_saved_list(numbers.get("windows"), "windows", len(contents.windows))
-        rules = {"batches": is_count}
-        batches.append([check_saved(its, "how many batches its windows had", rules)["batches"] for its in windows])
+        batches.append([])
+        for its in check_saved_list(numbers.get("windows"), "windows", len(contents.windows)):
+            counts = check_saved(its, "how many batches its windows had", {"batches": is_count})
+            batches[-1].append(counts["batches"])
     limit = getattr(contents.step, "accumulation_steps", None)
     most = max(map(max, batches)) if contents.windows else 0
     if limit is not None and 0 < most >= limit:
@@ -384,6 +389,8 @@ def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Arra
             ours = f"{held.target.dtype} {tuple(held.target.shape)}"
             if theirs != ours:
                 raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
-        value = reduce(np.add, parts) if parts else np.zeros(held.target.shape, np.float32)
-        values.append((held.target, value))
+        if parts:
+            values.append((held.target, reduce(np.add, parts)))
+        else:
+            values.append((held.target, np.zeros(held.target.shape, np.float32)))
     return values

@@ -272,7 +272,10 @@ def memory_of(process: int | str, key: str) -> int:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+    for line in lines:
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def is_out_of_memory(kind: str, text: str) -> bool:

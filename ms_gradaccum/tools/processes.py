@@ -209,30 +209,22 @@ class Job:
 
 
 class Meeting:
-    """Files with which ranks report and synchronize. On CPU, a collective would time out while others compile."""
+    """The folder of a job in one of its processes, and the reports of its rank."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         self.rank = 0
-        self.size = 1
         self.sent = 0  # The number of reports so far.
 
-    def join(self, rank: int, size: int) -> None:
+    def join(self, rank: int) -> None:
         """Register this process with its rank."""
         self.rank = rank
-        self.size = size
         self._write(f"process_{rank}", str(os.getpid()).encode())
 
     def report(self, values: object) -> None:
         """Give the job the next report of this rank."""
         self._write(f"report_{self.sent}_{self.rank}", pickle.dumps(values))
         self.sent += 1
-
-    def wait_for(self, name: str) -> None:
-        """Wait until all ranks have reached this point."""
-        self._write(f"at_{name}_{self.rank}", b"")
-        while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
-            time.sleep(_MOMENT)
 
     def _write(self, name: str, content: bytes) -> None:
         """Write a file atomically."""

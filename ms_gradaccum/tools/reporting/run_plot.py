@@ -51,12 +51,15 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         remedy = "Install it with: pip install 'ms_gradaccum[plot]'."
         raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
     runs = {str(path): read_run(path) for path in paths}
-    panels = {title: _curves(runs, kinds) for title, kinds in _PANELS.items()}
-    shown = [title for title, curves in panels.items() if title == "loss" or any(curve.varies for curve in curves)]
-    figure = Figure(figsize=(10, 4 * len(shown)), dpi=100, layout="constrained")
-    all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, title in zip(all_axes, shown):
-        for curve in panels[title]:
+    panels = {}
+    for title, kinds in _PANELS.items():
+        curves = _curves(runs, kinds)
+        if title == "loss" or any(curve.varies for curve in curves):
+            panels[title] = curves
+    figure = Figure(figsize=(10, 4 * len(panels)), dpi=100, layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, curves) in zip(all_axes, panels.items()):
+        for curve in curves:
             axes.plot(curve.updates, curve.values, **curve.style)
         low, high = axes.dataLim.intervaly
         if 0 < low < high / _WIDE_RANGE:

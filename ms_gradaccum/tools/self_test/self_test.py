@@ -141,7 +141,7 @@ def try_cells(meeting: Meeting, cells: list[dict[str, Any]]) -> Iterator[Result]
     if first.size > 1:
         init()
         rank = get_rank()
-    meeting.join(rank, first.size)
+    meeting.join(rank)
     yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
     for cell in planned:
         yield try_cell(replace(cell, rank=rank))

@@ -92,6 +92,8 @@ def _of_reference(whole: Run, reference: Run | None, rtol: float) -> str:
 
 def _layers(experiment: Experiment, kinds: tuple[type[nn.Cell], ...]) -> dict[str, nn.Cell]:
     """Return the layers of these kinds that act otherwise in training than in evaluation, by name."""
-    cells = experiment.network.network.cells_and_names()
-    found = {name: cell for name, cell in cells if isinstance(cell, kinds)}
-    return {name or "the network": cell for name, cell in found.items() if acts_otherwise_in_training(cell)}
+    found = {}
+    for name, cell in experiment.network.network.cells_and_names():
+        if isinstance(cell, kinds) and acts_otherwise_in_training(cell):
+            found[name or "the network"] = cell
+    return found

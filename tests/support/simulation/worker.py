@@ -36,20 +36,21 @@ _Built = tuple[TrainOneStepCell, tuple[Any, ...]]
 
 def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
     """Do the part of one rank, and yield its report."""
-    meeting.join(*connect())
+    rank, size = connect()
+    meeting.join(rank)
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
     # The programs of all devices have the same size, so without `run` one is enough.
-    if meeting.rank == 0 or updates:
+    if rank == 0 or updates:
         step, batch = build()
         if updates:
             start = whole_values(step)
-            if meeting.rank == 0:
+            if rank == 0:
                 # All ranks start with the parameters of rank 0 before the compiler splits them.
                 np.savez(meeting.folder / "start.npz", **start)
-        model, found["ours"] = _compiled(step, batch, meeting.size)
+        model, found["ours"] = _compiled(step, batch, size)
         if updates:
-            found["run"] = _run(meeting, build, step, model, batch, updates)
+            found["run"] = _run(meeting, size, build, step, model, batch, updates)
     yield found
 
 
@@ -118,10 +119,16 @@ def _compiled(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> tupl
 
 
 def _run(
-    meeting: Meeting, build: Callable[[], _Built], step: Any, model: Any, batch: tuple[Any, ...], updates: int
+    meeting: Meeting,
+    size: int,
+    build: Callable[[], _Built],
+    step: Any,
+    model: Any,
+    batch: tuple[Any, ...],
+    updates: int,
 ) -> dict[str, Any]:
     """Train with the partitioned program and, on rank 0, with the whole batch, and compare."""
-    meeting.wait_for("compiled")
+    _wait_for("compiled", meeting, size)
     rank, layouts, path = meeting.rank, step.parameter_layout_dict, meeting.folder / "whole.npz"
     start: Values = dict(np.load(meeting.folder / "start.npz"))
     # The layouts include those of the inputs of construct: inputs0, inputs1, and so on.
@@ -136,9 +143,16 @@ def _run(
     if rank == 0:
         found["whole_losses"], whole = _train_whole(build()[0], start, batch, sum(updated))
         np.savez(path, **whole)
-    meeting.wait_for("whole")
+    _wait_for("whole", meeting, size)
     whole, start = (own_parts(values, layouts, rank) for values in (dict(np.load(path)), start))
     return found | compare(program.values(), whole, start)._asdict()
+
+
+def _wait_for(name: str, meeting: Meeting, size: int) -> None:
+    """Wait until all ranks have reached this point. A collective would time out while others compile."""
+    (meeting.folder / f"at_{name}_{meeting.rank}").touch()
+    while len(list(meeting.folder.glob(f"at_{name}_*"))) < size:
+        time.sleep(0.2)
 
 
 @contextmanager
