@@ -60,8 +60,8 @@ def used_scheduler(scheduler):
     scheduler.is_due = True
 
 
-def used_scale(own_state):
-    own_state.item.update_loss_scale(True)
+def used_scale(loss_scale):
+    loss_scale.adjust(Tensor(False), Tensor(True))
 
 
 def new_window():
@@ -108,11 +108,19 @@ def used_network(network):
 OBJECTS = {
     "events": (lambda: Events("it"), used_events),
     "scheduler": (new_scheduler, used_scheduler),
-    "loss scale": (lambda: ForeignLossScale(OwnScale()).own_state, used_scale),
+    "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
     "window": (new_window, used_window),
     "network": (lambda: new_loop("network"), used_network),
     "loop": (lambda: new_loop("loop"), used_loop),
 }
+
+
+def state_of(item):
+    return (item.chooser_state if isinstance(item, NoLossScale) else item).state_dict()
+
+
+def load(item, saved):
+    (item.chooser_state if isinstance(item, NoLossScale) else item).load_state_dict(saved)
 
 
 def damaged(saved):
@@ -134,10 +142,10 @@ def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
     build, use = OBJECTS[name]
     used, fresh = build(), build()
     use(used)
-    saved = json.loads(json.dumps(used.state_dict()))
-    assert fresh.state_dict() != saved
-    fresh.load_state_dict(saved)
-    assert fresh.state_dict() == saved == used.state_dict()
+    saved = json.loads(json.dumps(state_of(used)))
+    assert state_of(fresh) != saved
+    load(fresh, saved)
+    assert state_of(fresh) == saved == state_of(used)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -145,12 +153,12 @@ def test_an_object_that_refuses_a_state_is_as_it_was(name):
     build, use = OBJECTS[name]
     used, item = build(), build()
     use(used)
-    before, tried = item.state_dict(), 0
-    for saved in damaged(json.loads(json.dumps(used.state_dict()))):
+    before, tried = state_of(item), 0
+    for saved in damaged(json.loads(json.dumps(state_of(used)))):
         tried += 1
         with pytest.raises(DamagedState):
-            item.load_state_dict(saved)
-        assert item.state_dict() == before
+            load(item, saved)
+        assert state_of(item) == before
     assert tried > 4
 
 
@@ -187,10 +195,10 @@ def test_more_batches_than_a_buffer_counts_are_refused():
 
 
 def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
-    state = NoLossScale().own_state
-    state.load_state_dict(state.state_dict())
+    scale = NoLossScale().chooser_state
+    scale.load_state_dict(scale.state_dict())
     with pytest.raises(DamagedState, match="another network, optimizer or setting: it has the loss scale of a user's"):
-        state.load_state_dict(ForeignLossScale(OwnScale()).own_state.state_dict())
+        scale.load_state_dict(ForeignLossScale(OwnScale()).chooser_state.state_dict())
 
 
 def test_parameters_inside_an_object_are_changed_in_place():

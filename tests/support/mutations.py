@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "the loss scale is not restored",
         "training/window.py",
-        '        self.loss_scale.own_state.load_state_dict(saved.get("loss_scale"))\n',
+        '        self.loss_scale.chooser_state.load_state_dict(saved.get("loss_scale"))\n',
         "",
         STATES,
     ),
