@@ -108,7 +108,7 @@ MUTATIONS = (
         "the sums of an open window are not restored",
         "checkpoint/state.py",
         "        for part in parts:\n",
-        "        parts = parts if window is None else []\n        for part in parts:\n",
+        "        parts = parts if held.window is None else []\n        for part in parts:\n",
         STATES,
     ),
     Mutation(
