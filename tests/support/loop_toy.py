@@ -32,7 +32,10 @@ def adjustable_sgd(network, learning_rate=0.02):
 
 @functools.cache
 def _built(make_optimizer, advisor):
-    """Compiled once for an Advisor that speaks and for a silent one: neither the weight nor the number of batches of a window is a constant of a graph."""
+    """Compiled once for each kind of Advisor.
+
+    Neither the weight nor the number of batches of a window is a constant of a graph.
+    """
     network = line()
     return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), make_optimizer(network))
 
