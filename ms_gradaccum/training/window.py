@@ -104,7 +104,7 @@ class Window:
         state = {
             "batches": batches,
             "overflows_in_a_row": self.ends.overflows_in_a_row,
-            "loss_scale": self.loss_scale.numbers(),
+            "loss_scale": self.loss_scale.chooser_state.state_dict(),
         }
         # A graph does not follow what the program sets in the groups of its optimizer.
         if runs_eagerly(self.settings.compiles):
@@ -120,7 +120,7 @@ class Window:
         steps: list[Callable[[], object]] = []
         for group, its in zip(groups, settings):
             steps += plain_state.plan_settings(group, its)
-        self.loss_scale.load_numbers(saved.get("loss_scale"))
+        self.loss_scale.chooser_state.load_state_dict(saved.get("loss_scale"))
         for step in steps:
             step()
         self.count.set(counts["batches"])
