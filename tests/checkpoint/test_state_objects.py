@@ -79,7 +79,7 @@ def used_window(window):
     window.add((X, X), {})
     window.count.set(2)
     window.loss_scale.adjust(Tensor(False), Tensor(True))
-    window.overflows_in_a_row = 5
+    window.ends.overflows_in_a_row = 5
 
 
 def new_loop(kind):

@@ -1,12 +1,13 @@
 """Runs of a window and of the whole batch, each from the same start, and their differences."""
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 
+from ms_gradaccum.advice.advisor import SilentAdvisor
+from ms_gradaccum.advice.ambiguous_inputs import warn_of_split
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.snapshot import STATISTICS, Array, Snapshot, as_array, set_mode
@@ -18,7 +19,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import MeanLoss, Run, WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.micro_steps import MicroSteps
+from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "verify"
@@ -74,10 +75,10 @@ class Experiment:
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
-        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
+        warn_of_split(self.network, self.inputs, len(self.rows), is_first=False)
         # The report replaces the warnings about the network.
-        self.micro_steps.has_begun = True
-        self.micro_steps.hooks = sys.maxsize
+        advisor = SilentAdvisor(_OWNER, self.network)
+        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER), advisor)
         # The steps of the reference (True) and of the network (False).
         self._whole_steps: dict[bool, WholeBatch] = {}
 
@@ -86,7 +87,7 @@ class Experiment:
         self.start.begin(self.frozen)
         buffer = self.reducer.buffer
         buffer.clear()
-        self.micro_steps.run(self.inputs, {})
+        self.micro_steps.run(self.inputs, {}, BatchProgress())
         inverse = buffer.reciprocal_weight()
         factor = np.float32(float(inverse))
         grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]

@@ -15,19 +15,23 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and takes_batch_statistics(cell)]
-    has_parts = network.micro_size > 1 or adds_batches
-    in_training = any(cell.training for cell in cells)
-    if has_parts and norms:
+    if norms and (adds_batches or network.micro_size > 1):
         warn(
-            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
-            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
+            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
+            f"from the whole batch. Use GroupNorm, or freeze its statistics with {FREEZE}."
         )
-    idle = [cell.cls_name for cell in cells if isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell)]
-    if idle and not in_training:
+    if any(cell.training for cell in cells):
+        return
+    idle = next((cell for cell in cells if _needs_training_mode(cell)), None)
+    if idle is not None:
         warn(
-            f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
-            f"training. Call set_train() of the training step or of the network before the first batch."
+            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} does not do what it does "
+            f"in training. Call set_train() of the training step or of the network before the first batch."
         )
+
+
+def _needs_training_mode(cell: nn.Cell) -> bool:
+    return isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell)
 
 
 def frozen_cell(network: nn.Cell) -> str:
@@ -35,12 +39,16 @@ def frozen_cell(network: nn.Cell) -> str:
     cells = dict(network.cells_and_names())
     in_training = any(cell.training for cell in cells.values())
     whole = len(network.trainable_params())
-    # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
-    told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
-    parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
-    frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
+    frozen: set[int] = set()
+    for cell in cells.values():
+        # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
+        if cell.phase == "predict" and not cell.training:
+            if len(cell.trainable_params()) == whole:  # This was the whole network.
+                frozen.clear()
+                break
+            frozen.update(id(inner) for _, inner in cell.cells_and_names())
     for name, cell in cells.items():
-        is_idle = isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell) and not cell.training
+        is_idle = _needs_training_mode(cell) and not cell.training
         if is_idle and (in_training or id(cell) in frozen):
             return f"{cell.cls_name} {name!r}"
     return ""
