@@ -38,7 +38,7 @@ class WholeBatchLoss(nn.Cell):
         """Return the preparation of a step with these `StepSettings`, compiled as the micro step ``like`` is."""
         raise NotImplementedError
 
-    def prepared_loss(self, structure: SequenceOf, weighted: object, losses: object) -> WeightedLoss:
+    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> WeightedLoss:
         """Return the loss of a prepared micro batch, or raise for arguments of `GradAccumulation` that do not fit."""
         raise NotImplementedError
 

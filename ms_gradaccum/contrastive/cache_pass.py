@@ -73,7 +73,7 @@ class CachePass(Preparation):
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
-        structure = Flattened(inputs[:end]).structure
+        structure = SequenceOf(tuple, batch.structure.children[:end])
         labels = Flattened(inputs[end:], spread_axes(self.batch_axis, inputs)[end:])
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [ops.concat(list(parts)) if len(parts) > 1 else parts[0] for parts in zip(*firsts)]
@@ -164,10 +164,10 @@ class Forward(nn.Cell):
     def __init__(self, network: nn.Cell, structure: SequenceOf) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = structure.as_cell()
+        self.unflatten = structure.as_cell()
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
+        outputs: tuple[Tensor, ...] = self.network.outputs(self.unflatten(tensors))
         return outputs
 
 
@@ -189,10 +189,10 @@ class _WholeLoss(RowWeight):
     def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = labels.as_cell()
+        self.unflatten_labels = labels.as_cell()
 
     def construct(self, *tensors: Tensor) -> Tensor:
-        returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
+        returned = self.network(*tensors[: self.count], *self.unflatten_labels(tensors[self.count :]))
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)
         return loss

@@ -100,7 +100,7 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     ) -> CachePass:
         return CachePass(self, batch_axis, settings, like, reducer)
 
-    def prepared_loss(self, structure: SequenceOf, weighted: object, losses: object) -> CachedLoss:
+    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> CachedLoss:
         name = "GradAccumulation"
         require(not weighted, name, "weighted", f"False for a {_OWNER}", weighted, _SETTING_REMEDY)
         require(losses is None, name, "losses", f"None for a {_OWNER}", repr(losses), _SETTING_REMEDY)

@@ -30,7 +30,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.step_output import StepOutput, items_of
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, NO_END, broken_gradient, decide
 
 _NO_NORM = Tensor(0.0, ms.float32)
@@ -160,8 +160,12 @@ class PartitionedStep(Step):
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
             mean = map_tensors(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
-        report: tuple[Tensor, ...] = sums[0] * factor, overflow, loss_scale, updated, norm, clipped_norm
-        report += (learning_rate, weight)
+        named = {"loss": sums[0] * factor, "overflow": overflow, "loss_scale": loss_scale, "updated": updated}
+        named["grad_norm"] = norm
+        named["clipped_grad_norm"] = clipped_norm
+        named["learning_rate"] = learning_rate
+        named["weight"] = weight
+        report: tuple[Tensor, ...] = items_of(named)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:
