@@ -94,7 +94,7 @@ def measured_once(request, monkeypatch):
         before_batch = LossMeasurement.before_batch
 
         def once(self):
-            self.is_on &= self.batches < 1
+            self.is_on &= self.schedule.batches < 1
             before_batch(self)
 
         monkeypatch.setattr(LossMeasurement, "before_batch", once)
