@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ms_gradaccum._checks import GradAccumulationWarning as GradAccumulationWarning
-    from ms_gradaccum.batch.contrastive_loss import ContrastiveLoss as ContrastiveLoss
-    from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
-    from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
     from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
     from ms_gradaccum.checkpoint.contents import SavedState as SavedState
     from ms_gradaccum.checkpoint.state import load_state as load_state
     from ms_gradaccum.checkpoint.state import save_state as save_state
     from ms_gradaccum.checkpoint.state_checkpoint import StateCheckpoint as StateCheckpoint
+    from ms_gradaccum.contrastive.contrastive_loss import ContrastiveLoss as ContrastiveLoss
+    from ms_gradaccum.contrastive.grad_cache_loss import GradCacheLoss as GradCacheLoss
+    from ms_gradaccum.contrastive.replay_dropout import ReplayDropout as ReplayDropout
     from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
     from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
     from ms_gradaccum.gradients.clipping import ClipByValue as ClipByValue
@@ -44,13 +44,13 @@ __version__ = "0.2.0"
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
     "_checks": "GradAccumulationWarning",
-    "batch.contrastive_loss": "ContrastiveLoss",
-    "batch.grad_cache_loss": "GradCacheLoss",
-    "batch.replay_dropout": "ReplayDropout",
     "batch.token_mean_loss": "TokenMeanLoss",
     "checkpoint.state": "load_state save_state",
     "checkpoint.contents": "SavedState",
     "checkpoint.state_checkpoint": "StateCheckpoint",
+    "contrastive.contrastive_loss": "ContrastiveLoss",
+    "contrastive.grad_cache_loss": "GradCacheLoss",
+    "contrastive.replay_dropout": "ReplayDropout",
     "gradients.clipping": "ClipByGlobalNorm ClipByGroupNorm ClipByValue",
     "gradients.mixed_precision": "MixedPrecision",
     "loops.accumulator": "Accumulator",

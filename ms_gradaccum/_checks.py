@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.ops.primitive import _primexpr
 
 _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
@@ -62,17 +61,18 @@ def require(
 
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
-    if not arguments:
-        return
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
+    unknown = [name for name in arguments if name not in known]
+    if not unknown:
+        return
     meant = []
-    for name in arguments:
+    for name in unknown:
         for right in [_RIGHT_NAMES[name]] if name in _RIGHT_NAMES else difflib.get_close_matches(name, known, 1):
             home = "GradAccumulation" if right in ("micro_size", "batch_axis") else "TrainOneStepCell or Model"
             place = "" if right in known else f" of {home}"
-            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(arguments) > 1))
+            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(unknown) > 1))
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
-    names = ", ".join(map(repr, arguments))
+    names = ", ".join(map(repr, unknown))
     raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
 
 
@@ -273,15 +273,6 @@ def _matches(pattern: str | re.Pattern[str] | None, text: str) -> bool:
     if pattern is None or isinstance(pattern, str):
         return pattern in (None, text)
     return pattern.match(text) is not None
-
-
-# For calls in a graph, with constant arguments: they run while it is compiled.
-warn_in_graph = _primexpr(warn)
-
-
-@_primexpr
-def fail_in_graph(text: str) -> None:
-    raise ValueError(text)
 
 
 def first_line(error: BaseException) -> str:

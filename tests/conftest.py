@@ -21,7 +21,17 @@ LONGEST += ["test_sequences", "test_grad_cache_windows", "test_tutorial", "test_
 
 
 # Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
-MEASURED_ONCE = {"backend", "batch", "checkpoint", "gradients", "integrations", "loops", "parallel", "training"}
+MEASURED_ONCE = {
+    "backend",
+    "batch",
+    "checkpoint",
+    "contrastive",
+    "gradients",
+    "integrations",
+    "loops",
+    "parallel",
+    "training",
+}
 MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
 MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "test_own_construct"}
 

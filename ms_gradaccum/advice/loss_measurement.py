@@ -7,7 +7,7 @@ batches must stay when these exchange rows.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -24,6 +24,7 @@ from ms_gradaccum.backend.compiled import Eager
 from ms_gradaccum.backend.snapshot import Snapshot, kept
 from ms_gradaccum.backend.training_cells import BATCH_NORMS
 from ms_gradaccum.batch.split import Flattened, MicroBatch
+from ms_gradaccum.batch.structure import SequenceOf
 
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
@@ -116,7 +117,7 @@ class LossMeasurement:
         self,
         inputs: tuple[Any, ...],
         micro_batches: Sequence[MicroBatch],
-        structure: Hashable,
+        structure: SequenceOf,
         weight: float | None = None,
     ) -> list[Rows]:
         """Return the rows of the micro batches of a batch, or of its only one with a weight of the caller."""
@@ -126,7 +127,7 @@ class LossMeasurement:
             parts.append(Rows(structure, tensors, axes, rows, rows if weight is None else weight))
         return parts
 
-    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: Hashable) -> str:
+    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: SequenceOf) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
         for a, b in itertools.pairwise(self.rows_of(inputs, micro_batches, structure)):
             text = self._finding(Pair(a, b), None)

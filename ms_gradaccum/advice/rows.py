@@ -1,6 +1,6 @@
 """Rows of micro batches: some of them, or those of two together."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mindspore as ms
@@ -9,6 +9,7 @@ from mindspore import Tensor
 
 from ms_gradaccum.backend.snapshot import Array, as_array
 from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
+from ms_gradaccum.batch.structure import SequenceOf
 
 
 class RowsDiffer(ValueError):
@@ -18,7 +19,7 @@ class RowsDiffer(ValueError):
 class Rows(NamedTuple):
     """The tensors of a micro batch, the structure of its inputs, and the axis of the rows of each tensor."""
 
-    structure: Hashable
+    structure: SequenceOf
     tensors: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
     size: int

@@ -14,18 +14,13 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
-# A gradient in PYNATIVE mode sets a flag here with which graphs refuse functions that have their own @jit.
-from mindspore._c_expression import MSContext
-
-# Not ms.get_context("mode"), which takes 25 times as long: the mode is read before every call.
-from mindspore.context import _get_mode
-
 from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, is_lost, typed
-
-try:
-    from mindspore.graph.api import _cell_graph_executor, _pynative_executor
-except ImportError:  # before MindSpore 2.9
-    from mindspore.common.api import _cell_graph_executor, _pynative_executor
+from ms_gradaccum.backend.mindspore_private import (
+    accept_jit_functions,
+    cell_graph_executor,
+    get_mode,
+    pynative_executor,
+)
 
 # The number of graphs for fixed shapes that are compiled before one graph for dynamic shapes takes over. An uneven
 # split has two shapes, and the last batch of the data two more.
@@ -105,7 +100,7 @@ class Compiled:
                 return self.cell(*tensors)
         shapes = tuple(map(tuple, map(_shape_of, tensors)))
         self.has_run = False
-        if _get_mode() == ms.PYNATIVE_MODE:
+        if get_mode() == ms.PYNATIVE_MODE:
             self._refuse_hooks()
         cell, name = self.cell, self.graphs.get((self.cell.phase, shapes))
         try:
@@ -115,12 +110,12 @@ class Compiled:
             raise compile_error(error, self.owner, self.what, self.code) from error
         self.has_run = True
         try:
-            with nullcontext() if _get_mode() == ms.GRAPH_MODE else graph_mode():
+            with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():
                 for tensor in tensors:
                     if tensor.const_arg or tensor.has_init:
                         return cell(*tensors)
-                _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
-                return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
+                cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+                return cell_graph_executor._exec_pip(cell, *tensors, phase=name)
         except BaseException as error:
             is_lost(self.owner, error)
             # A graph that has failed at run time, for example at a label out of range, cannot run again.
@@ -181,7 +176,7 @@ class Compiled:
             # With parameter_broadcast=True, MindSpore would give all ranks the sums and shards of rank 0 here.
             cell.parameters_broadcast_dict = dict
             with graph_mode(), inlined(self.hooked):
-                MSContext.get_instance()._set_not_convert_jit(False)
+                accept_jit_functions()
                 cell.compile(*tensors)
             name = self.graphs[cell.phase, shapes] = cell.phase_cache[cell.phase]
             return_memory()
@@ -229,7 +224,7 @@ class Method(nn.Cell):
 @contextmanager
 def execution_mode(mode: int) -> Iterator[None]:
     """Switch to a mode and back. A switch costs 20 us and keeps compiled graphs."""
-    before = _get_mode()
+    before = get_mode()
     try:
         if mode != before:
             ms.set_context(mode=mode)
@@ -243,7 +238,7 @@ def execution_mode(mode: int) -> Iterator[None]:
 def op_by_op() -> Iterator[None]:
     """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
     # True if MindSpore records operators for the caller's `loss.backward()`. A gradient here would end the recording.
-    records = _pynative_executor.grad_flag()
+    records = pynative_executor.grad_flag()
     with execution_mode(ms.PYNATIVE_MODE):
         try:
             yield
@@ -252,14 +247,14 @@ def op_by_op() -> Iterator[None]:
             clear_autograd_records()
             raise
         finally:
-            _pynative_executor.set_grad_flag(records)
+            pynative_executor.set_grad_flag(records)
 
 
 def clear_autograd_records() -> None:
     """Free MindSpore's records of passes in PYNATIVE mode. Hooks stay."""
-    records = _pynative_executor.grad_flag()
-    _pynative_executor.clear_res()
-    _pynative_executor.set_grad_flag(records)
+    records = pynative_executor.grad_flag()
+    pynative_executor.clear_res()
+    pynative_executor.set_grad_flag(records)
 
 
 def graph_mode() -> AbstractContextManager[None]:
@@ -309,7 +304,7 @@ def like_mode(cell: nn.Cell, like: nn.Cell) -> nn.Cell:
 
 def runs_eagerly(compiles: bool) -> bool:
     """Return whether the user's code runs op by op: in PYNATIVE mode, unless ``compiles``."""
-    return os.getenv("MS_JIT") == "0" or (_get_mode() == ms.PYNATIVE_MODE and not compiles)
+    return os.getenv("MS_JIT") == "0" or (get_mode() == ms.PYNATIVE_MODE and not compiles)
 
 
 def check_compile(owner: str, value: object) -> bool:
@@ -362,5 +357,5 @@ def _place_of(text: str, code: nn.Cell | None) -> str:
 
 def program_of(cell: nn.Cell) -> bytes:
     """Return the program of a cell's last compilation, as MindIR."""
-    program: bytes = _cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir")
+    program: bytes = cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir")
     return program

@@ -13,10 +13,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.mindspore_private import primexpr
 
 _stand_in_for: str | None = None  # The device to build for, in a simulation.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
@@ -66,7 +66,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@_primexpr
+@primexpr
 def _runs_on_cpu() -> bool:
     return bool(ms.get_context("device_target") == "CPU")
 

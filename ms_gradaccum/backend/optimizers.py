@@ -11,10 +11,10 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, require, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
@@ -92,7 +92,7 @@ def _look_at_call(optimizer: nn.Cell, inputs: object) -> None:
     _warn_of_call(optimizer.claim_number)
 
 
-@_primexpr
+@primexpr
 def _warn_of_call(number: int) -> None:
     """Warn, once, if a claimed optimizer is not called by its step."""
     optimizer = numbered(number)

@@ -99,7 +99,7 @@ def _each_row(item: Item, rows: int, is_default: bool) -> str:
     values = item.value
     if item.axis is None or not isinstance(values, (list, tuple)) or len(values) != rows:
         return ""
-    with_rows = [any(axis is not None for axis in Flattened(each, 0).axes) for each in values]
+    with_rows = [any(axis is not None for axis in Flattened((each,), 0).axes) for each in values]
     # A tuple of Python values mostly belongs to the whole batch.
     is_list = isinstance(values, list)
     kinds = (*TENSORS, *_VALUES) if is_list else TENSORS

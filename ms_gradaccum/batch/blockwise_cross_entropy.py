@@ -3,7 +3,8 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
-from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.backend.mindspore_private import primexpr
 
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
@@ -154,7 +155,7 @@ def joined(parts: tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else ops.concat(parts)
 
 
-@_primexpr
+@primexpr
 def blocks_of(tokens: int, classes: int, block_tokens: int | None) -> tuple[Block, ...]:
     """Return the begin and end of each block of tokens. An only block has no end."""
     size = block_tokens or max(_LEAST_TOKENS, _LOGITS_OF_BLOCK // classes)

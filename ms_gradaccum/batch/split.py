@@ -1,6 +1,6 @@
 """Split a batch of inputs into micro batches."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import argument_error, typed
+from ms_gradaccum.batch.structure import DictOf, PythonValue, SequenceOf, Structure, TensorPlace
 
 # One axis for all inputs, or a nest with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
@@ -34,7 +35,7 @@ class MicroBatch(NamedTuple):
 class SplitBatch(NamedTuple):
     """The micro batches of a batch, and the structure in which the network expects their tensors."""
 
-    structure: Hashable
+    structure: SequenceOf
     micro_batches: list[MicroBatch]
 
 
@@ -49,59 +50,58 @@ class Item(NamedTuple):
 
 
 class Flattened:
-    """Nested inputs as tensors and a structure. Inputs of the same structure can share a graph."""
+    """A tuple of nested inputs as tensors and a structure."""
 
-    def __init__(self, inputs: object, batch_axis: BatchAxis = None) -> None:
+    def __init__(self, inputs: tuple[object, ...], batch_axis: BatchAxis = None) -> None:
+        # All tensors, and then all containers, before their items, and Python values.
         self.leaves: list[Item] = []
-        # Containers, before their items, and Python values.
         self.others: list[Item] = []
-        self.structure = self._add(inputs, batch_axis, "input", False)
+        self.structure = self._sequence(Item("input", inputs, batch_axis))
         self.tensors: tuple[Tensor, ...] = tuple(map(attrgetter("value"), self.leaves))
         self.axes: tuple[int | None, ...] = tuple(map(attrgetter("axis"), self.leaves))
 
-    def _add(self, value: Any, axis: BatchAxis, place: str, in_list: bool) -> Hashable:
+    def _add(self, item: Item) -> Structure:
+        value = item.value
         if isinstance(value, TENSORS):
-            if isinstance(axis, (tuple, dict)):
-                raise ValueError(_axis_error(f"an int or None for {place}", axis))
-            tensor = value if isinstance(value, Tensor) else _tensor(value)
-            shape = tuple(tensor.shape)
-            self.leaves.append(Item(place, tensor, axis if shape else None, in_list, shape))
-            return "leaf", len(self.leaves) - 1, len(shape), str(tensor.dtype)
-        if isinstance(value, (CSRTensor, COOTensor)):
-            raise TypeError(
-                f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give "
-                f"it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-            )
-        if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
-            raise TypeError(
-                f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
-                f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
-            )
-        self.others.append(Item(place, value, axis, in_list))
-        in_list = in_list or isinstance(value, list)
+            return self._tensor(item)
+        _refuse(value, item.place)
         if isinstance(value, (tuple, list)):
-            axes = spread_axes(axis, value)
-            found = [self._add(item, axes[i], f"{place}[{i}]", in_list) for i, item in enumerate(value)]
-            return "sequence", type(value), tuple(found)
+            return self._sequence(item)
+        self.others.append(item)
         if isinstance(value, dict):
-            named = _named_axes(axis, value)
-            found = [self._add(item, named[key], f"{place}[{key!r}]", in_list) for key, item in value.items()]
-            return "dict", tuple(value), tuple(found)
-        return "value", type(value), _HashedByValue(value)
+            axes = _named_axes(item.axis, value)
+            items = [Item(f"{item.place}[{key!r}]", value[key], axes[key], item.in_list) for key in value]
+            return DictOf(tuple(value), tuple(map(self._add, items)))
+        return PythonValue(value)
+
+    def _tensor(self, item: Item) -> TensorPlace:
+        if isinstance(item.axis, (tuple, dict)):
+            raise ValueError(_axis_error(f"an int or None for {item.place}", item.axis))
+        tensor = item.value if isinstance(item.value, Tensor) else _tensor(item.value)
+        shape = tuple(tensor.shape)
+        axis = item.axis if shape else None
+        self.leaves.append(Item(item.place, tensor, axis, item.in_list, shape))
+        return TensorPlace(len(self.leaves) - 1, len(shape), str(tensor.dtype))
+
+    def _sequence(self, item: Item) -> SequenceOf:
+        self.others.append(item)
+        axes = spread_axes(item.axis, item.value)
+        in_list = item.in_list or isinstance(item.value, list)
+        items = [Item(f"{item.place}[{i}]", each, axes[i], in_list) for i, each in enumerate(item.value)]
+        return SequenceOf(type(item.value), tuple(map(self._add, items)))
 
 
-class _HashedByValue:
-    """Wrapper that makes any Python value hashable as part of a structure."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        # The text is compared because a NaN is not equal to itself.
-        return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
-
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
+def _refuse(value: object, place: str) -> None:
+    if isinstance(value, (CSRTensor, COOTensor)):
+        raise TypeError(
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give "
+            f"it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+        )
+    if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
+        raise TypeError(
+            f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
+            f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
+        )
 
 
 def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
@@ -151,11 +151,14 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
     bounds = split_rows(count_rows(batch.leaves), micro_size)
     if len(bounds) == 1:
-        return SplitBatch(batch.structure, [MicroBatch(bounds[0][1], batch.tensors)])
+        rows = bounds[0][1]
+        return SplitBatch(batch.structure, [MicroBatch(rows, batch.tensors)])
     _refuse_mappings(batch.others)
     columns = [cut(leaf.value, leaf.axis, bounds) for leaf in batch.leaves]
-    parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
-    return SplitBatch(batch.structure, parts)
+    micro_batches = []
+    for (begin, end), tensors in zip(bounds, zip(*columns)):
+        micro_batches.append(MicroBatch(end - begin, tensors))
+    return SplitBatch(batch.structure, micro_batches)
 
 
 def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
@@ -168,14 +171,18 @@ def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
 
 def split_shapes(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[tuple[Any, ...], Bounds]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
-    axes = tuple(axis if shape else None for axis, shape in zip(spread_axes(batch_axis, shapes), shapes))
-    items = [Item(f"input[{i}]", None, axis, False, shapes[i]) for i, axis in enumerate(axes)]
+    items = []
+    for i, axis in enumerate(spread_axes(batch_axis, shapes)):
+        shape = shapes[i]
+        items.append(Item(f"input[{i}]", None, axis if shape else None, False, shape))
+    axes = tuple(item.axis for item in items)
     return axes, tuple(split_rows(count_rows(items), micro_size))
 
 
 def count_rows(items: Iterable[Item]) -> int:
     """Return the number of rows that all tensors among the items have on their batch axes."""
-    place, rows = "", -1
+    rows = -1
+    place = ""
     for item in items:
         if item.shape is None or item.axis is None:
             continue
@@ -184,11 +191,13 @@ def count_rows(items: Iterable[Item]) -> int:
             raise ValueError(_axis_error("an axis of each input that is split", got))
         length = item.shape[item.axis]
         if rows not in (-1, length):
+            remedy = _PAD + _AXIS_REMEDY if item.in_list else _AXIS_REMEDY
             raise ValueError(
                 f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
-                f"{rows} in {place} and {length} in {item.place}. {_PAD if item.in_list else ''}{_AXIS_REMEDY}"
+                f"{rows} in {place} and {length} in {item.place}. {remedy}"
             )
-        place, rows = item.place, length
+        rows = length
+        place = item.place
     if rows == -1:
         raise ValueError(
             f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
@@ -203,14 +212,16 @@ def count_rows(items: Iterable[Item]) -> int:
 
 def _refuse_mappings(items: Iterable[Item]) -> None:
     """Raise for a mapping that is not a dict: its tensors would go whole into each micro batch."""
-    for value in [item.value for item in items]:
-        if isinstance(value, Mapping) and not isinstance(value, dict):
-            inside = Flattened(dict(value))
-            _refuse_mappings(inside.others)
-            if inside.leaves:
-                got = f"a {type(value).__name__}, whose tensors nobody would split"
-                rule, remedy = "the inputs must be tensors, tuples, lists and dicts", "Give dict(batch)."
-                raise TypeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
+    for item in items:
+        if not isinstance(item.value, Mapping) or isinstance(item.value, dict):
+            continue
+        inside = Flattened((dict(item.value),))
+        _refuse_mappings(inside.others)
+        if inside.leaves:
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got a "
+                f"{type(item.value).__name__}, whose tensors nobody would split. Give dict(batch)."
+            )
 
 
 def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ...]:
@@ -238,9 +249,11 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
     if axis is None:
         return [tensor] * len(bounds)
     before = (slice(None),) * (axis % tensor.ndim)
-    parts = [(*before, slice(begin, end)) for begin, end in bounds]
-    if ms.get_context("device_target") != "CPU":
-        return [tensor[part] for part in parts]
-    # The data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
-    array = tensor.asnumpy()
-    return [Tensor.from_numpy(np.ascontiguousarray(array[part])) for part in parts]
+    # On CPU the data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
+    is_on_host = ms.get_context("device_target") == "CPU"
+    whole = tensor.asnumpy() if is_on_host else tensor
+    parts = []
+    for begin, end in bounds:
+        part = whole[(*before, slice(begin, end))]
+        parts.append(Tensor.from_numpy(np.ascontiguousarray(part)) if is_on_host else part)
+    return parts

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
@@ -20,6 +19,7 @@ from ms_gradaccum._checks import (
     typed,
 )
 from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy
 
 _OWNER = "TokenMeanLoss"
@@ -232,7 +232,7 @@ def _product_dtype_of(head: object) -> ms.Type | None:
     return None
 
 
-@_primexpr
+@primexpr
 def _refuse_own_loss(signature: str, given: int) -> None:
     raise TypeError(
         f"For '{_OWNER}', the backbone must take the inputs before the last one, which is the labels, but got "
@@ -240,7 +240,7 @@ def _refuse_own_loss(signature: str, given: int) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
     if logits is None:
         raise ValueError(
@@ -259,7 +259,7 @@ def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> No
         )
 
 
-@_primexpr
+@primexpr
 def _check_head(weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
     if weight[1] != hidden[1]:
         raise ValueError(
@@ -268,7 +268,7 @@ def _check_head(weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
         )
 
 
-@_primexpr
+@primexpr
 def _check_weights(weights: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
     if weights is None or tuple(weights) != tuple(labels):
         got = "no tensor" if weights is None else f"{tuple(weights)} for labels of shape {tuple(labels)}"
@@ -278,7 +278,7 @@ def _check_weights(weights: tuple[int, ...] | None, labels: tuple[int, ...]) -> 
         )
 
 
-@_primexpr
+@primexpr
 def _check_dtype(labels: object) -> None:
     if labels in _INTS:
         return

@@ -8,11 +8,11 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
+from ms_gradaccum.batch.structure import SequenceOf
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
@@ -30,7 +30,7 @@ MOST_OTHER_LOSSES = 64
 _stack = ops.Stack()
 
 
-@_primexpr
+@primexpr
 def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy: str) -> None:
     """Raise unless a loss is a floating-point scalar. A shape of None stands for a Python object."""
     if shape is not None and _is_loss(shape, dtype):
@@ -44,7 +44,7 @@ def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy
     )
 
 
-@_primexpr
+@primexpr
 def _check_weight(shape: tuple[int, ...] | None) -> None:
     if shape is not None and tuple(shape) in ((), (1,)):
         return
@@ -55,7 +55,7 @@ def _check_weight(shape: tuple[int, ...] | None) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _refuse_losses(count: int, remedy: str) -> None:
     raise ValueError(
         f"For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, "
@@ -63,7 +63,7 @@ def _refuse_losses(count: int, remedy: str) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _presence_of(count: int) -> list[float]:
     """Return 1 for each of ``count`` losses, followed by 0 for each unused place in a report."""
     if count > MOST_OTHER_LOSSES:
@@ -78,7 +78,7 @@ def _is_loss(shape: tuple[int, ...], dtype: ms.Type, most_axes: int = 1) -> bool
     return dtype in mstype.float_type and len(shape) <= most_axes and tuple(shape) in ((), (1,))
 
 
-_is_loss_in_graph = _primexpr(_is_loss)
+_is_loss_in_graph = primexpr(_is_loss)
 
 
 def _losses_in(outputs: Any, most_axes: int) -> tuple[Tensor, ...]:
@@ -101,20 +101,21 @@ class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight) and further losses to report, from flattened inputs of a micro batch."""
 
     counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
-    is_cached = False  # True for the substitute of a loss of the whole batch, see grad_cache_loss.py.
+    # True for a prepared micro batch: it comes with its share of the batch, and returns notes for `Preparation.check`.
+    is_prepared = False
     # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
     may_be_empty = False
 
-    def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.network, self.losses = network, losses
         self.reports = losses is not None  # True if further losses are reported.
-        self.structure = None if structure is None or is_flat(structure) else Unflatten(structure)
+        self.unflatten = None if structure is None or structure.is_flat else structure.as_cell()
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
-        if self.structure is None:
+        if self.unflatten is None:
             return self.network(*tensors)
-        return self.network(*self.structure(tensors))
+        return self.network(*self.unflatten(tensors))
 
     def first(self, outputs: object, what: str, remedy: str) -> Tensor:
         """Return the first of ``outputs``, the loss, as a float32 scalar."""

@@ -9,12 +9,12 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.operations import SparseGatherV2
-from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import fail_in_graph
 from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_each_in_place
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.device import spread
+from ms_gradaccum.backend.in_graph import fail_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_backwards, map_tensors
 
 
@@ -187,7 +187,7 @@ def _write(
     return getattr(type(parameter), method)(parameter, *args, **kwargs)
 
 
-@_primexpr
+@primexpr
 def _count_in_graph(number: int) -> None:
     buffer = numbered(number)
     if buffer is not None:

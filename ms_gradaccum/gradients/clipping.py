@@ -1,11 +1,10 @@
 """Gradient clipping, once per window, of the reduced and unscaled mean gradient."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, check_positive_float32, require
@@ -46,10 +45,31 @@ def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequenc
     return groups
 
 
-class NoClip(nn.Cell):
+class Clip(nn.Cell):
+    """Base class of the clips. ``construct(grads, norm)`` returns the clipped mean gradients; `Update` has their norm.
+
+    That is all that a clip must have. The other attributes save passes over the gradients, or graphs.
+    """
+
+    # True if a clip multiplies all gradients by one number. It has two more methods: `factor(norm)` is that number, by
+    # which the update multiplies as it divides, and `norm_after(norm)` is the norm after clipping.
+    has_one_factor = False
+    # True if `construct` takes a norm for each gradient, from `norms(squares, factor)`, in place of one for all.
+    has_groups = False
+
+    def of(self, names: Sequence[str]) -> "Clip":
+        """Return the clip for the gradients of parameters with these names."""
+        return self
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return what `construct` takes after the norm, so that a clip with another limit needs no new graph."""
+        return ()
+
+
+class NoClip(Clip):
     """Placeholder used when gradients are not clipped."""
 
-    num_norm_reductions = 1  # The number of passes over the gradients for norms, as in all clip classes.
+    has_one_factor = True
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return grads
@@ -61,7 +81,7 @@ class NoClip(nn.Cell):
         return norm
 
 
-class ClipByGlobalNorm(FrozenAfterInit, nn.Cell):
+class ClipByGlobalNorm(FrozenAfterInit, Clip):
     r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
 
     All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, which keeps the direction.
@@ -93,7 +113,7 @@ class ClipByGlobalNorm(FrozenAfterInit, nn.Cell):
         [0.6 0.8]
     """
 
-    num_norm_reductions = 1
+    has_one_factor = True
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
@@ -104,6 +124,9 @@ class ClipByGlobalNorm(FrozenAfterInit, nn.Cell):
     def extend_repr(self) -> str:
         """Return the argument, for ``repr``."""
         return f"max_norm={self.max_norm}"
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (Tensor(self.max_norm, ms.float32),)
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
         return map_tensors(ops.partial(scale, self.factor(norm, max_norm)), grads)
@@ -118,7 +141,7 @@ class ClipByGlobalNorm(FrozenAfterInit, nn.Cell):
         return ops.minimum(norm, Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm)
 
 
-class ClipByValue(FrozenAfterInit, nn.Cell):
+class ClipByValue(FrozenAfterInit, Clip):
     r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
 
     Args:
@@ -147,8 +170,6 @@ class ClipByValue(FrozenAfterInit, nn.Cell):
         [-3.  3.  3.]
     """
 
-    num_norm_reductions = 2  # The norm after clipping needs its own pass.
-
     def __init__(self, limit: float) -> None:
         super().__init__()
         self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
@@ -158,13 +179,15 @@ class ClipByValue(FrozenAfterInit, nn.Cell):
         """Return the argument, for ``repr``."""
         return f"limit={self.limit}"
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (Tensor(self.limit, ms.float32),)
+
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
         limit = Tensor(self.limit, ms.float32) if limit is None else limit
         return map_tensors(ops.partial(_limit, limit), grads)
 
 
-@dataclass(frozen=True)
-class ClipByGroupNorm:
+class ClipByGroupNorm(FrozenAfterInit, Clip):
     r"""Scale the window's mean gradient down group by group, each by the L2 norm of its own gradients.
 
     A parameter belongs to the first pattern that its name matches; without a match it is not clipped. The norms of the
@@ -194,31 +217,67 @@ class ClipByGroupNorm:
         [[2.]] [0.5]
     """
 
-    limits: Mapping[str, float]
+    has_groups = True
 
-    num_norm_reductions: ClassVar[int] = 3  # The norms of all gradients, of each group, and after clipping.
-
-    def __post_init__(self) -> None:
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        super().__init__()
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
-        is_mapping = isinstance(self.limits, Mapping)
-        require(is_mapping, "ClipByGroupNorm", "limits", rule, repr(self.limits), remedy, TypeError)
-        require(self.limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
-        limits = {
-            str(pattern): check_positive_float32("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
-            for pattern, limit in self.limits.items()
-        }
-        object.__setattr__(self, "limits", limits)
+        require(isinstance(limits, Mapping), "ClipByGroupNorm", "limits", rule, repr(limits), remedy, TypeError)
+        require(limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
+        self.limits: dict[str, float] = {}
+        for pattern, limit in limits.items():
+            name = f"limits[{pattern!r}]"
+            self.limits[str(pattern)] = check_positive_float32("ClipByGroupNorm", name, limit, "It is a norm.")
+        self._is_built = True
+
+    def extend_repr(self) -> str:
+        """Return the argument, for ``repr``."""
+        return f"limits={self.limits}"
+
+    def of(self, names: Sequence[str]) -> Clip:
+        return GroupClip(list(self.limits.values()), groups_of("ClipByGroupNorm", "limits", self.limits, names))
 
 
-Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.
-ClipCell = NoClip | ClipByGlobalNorm | ClipByGroupNorm | ClipByValue  # The same after `check_clip`.
+class GroupClip(Clip):
+    """A `ClipByGroupNorm` for certain gradients: ``groups`` has the group of each of them, -1 for none."""
+
+    has_groups = True
+
+    def __init__(self, limits: list[float], groups: tuple[int, ...]) -> None:
+        super().__init__()
+        self.limits = Tensor(limits, ms.float32)
+        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)  # The last one for none.
+        self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
+
+    def norms(self, squares: Tensor, factor: Tensor) -> Grads:
+        """Return for each gradient the norm of its group, over the group's limit; 0 for one without a group.
+
+        The gradients are sums with these ``squares``, times ``factor``.
+        """
+        squares = ops.broadcast_to(squares, self.members.shape)
+        # A product with 0 would spread the NaN of one group to all.
+        squares = ops.select(self.members, squares, ops.zeros_like(squares))
+        norms = ops.sqrt(ops.sum(squares, (1,))) * factor / self.limits
+        norms = ops.concat((norms, ops.zeros((1,), ms.float32)))
+        each: Grads = ops.unstack(ops.gather(norms, self.groups, 0))
+        return each
+
+    def construct(self, grads: Grads, norms: Grads) -> Grads:
+        return map_tensors(_scale_down, norms, grads)
 
 
-def check_clip(owner: str, clip: Clip) -> ClipCell:
+def _scale_down(norm: Tensor, grad: Tensor) -> Tensor:
+    return scale(1.0 / ops.maximum(norm, ONE), grad)
+
+
+ClipChoice = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.
+
+
+def check_clip(owner: str, clip: ClipChoice) -> Clip:
     """Return ``clip``, or a `NoClip` for None."""
     if clip is None:
         return NoClip()
-    is_clip = isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm))
     rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
+    is_clip = isinstance(clip, Clip)
     require(is_clip, owner, "clip", rule, repr(clip), "For example clip=ClipByGlobalNorm(1.0).", TypeError)
     return clip

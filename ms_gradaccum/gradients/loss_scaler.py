@@ -7,11 +7,11 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, amp, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import State, another_program
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Done
 
 _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
@@ -141,7 +141,7 @@ def _scale_of(chooser: Any) -> float:
     return float(chooser.get_loss_scale())
 
 
-@_primexpr
+@primexpr
 def _refuse_in_graph(kind: str) -> None:
     raise ValueError(
         f"For 'MixedPrecision', the loss scale inside a larger graph must be one that can be compiled, but got a "

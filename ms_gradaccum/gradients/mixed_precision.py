@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import Parameter, amp, nn
 from mindspore.ops import functional as F
-from mindspore.train.amp import _OutputTo32
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
 from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
-from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
+from ms_gradaccum.backend.mindspore_private import OutputTo32
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
+from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
 from ms_gradaccum.gradients.clipping import groups_of
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
@@ -280,11 +280,11 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
     """Return the loss cell with a converted network and the loss in float32. It has the same parameters."""
     if type(loss_cell) is nn.WithLossCell:
         backbone = _converted(owner, loss_cell.backbone_network, precision)
-        return nn.WithLossCell(_OutputTo32(backbone), loss_cell._loss_fn)
+        return nn.WithLossCell(OutputTo32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
         return loss_cell.around(_converted(owner, loss_cell.backbone, precision), precision.dtype)
-    if isinstance(loss_cell, GradCacheLoss):
-        return GradCacheLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.loss_fn, loss_cell.labels)
+    if isinstance(loss_cell, WholeBatchLoss):
+        return loss_cell.around(_converted(owner, loss_cell.backbone, precision))
     converted = _with_token_losses(owner, loss_cell, precision)
     if precision.level in ("O2", "O3"):
         # The loss cell's own operators and the labels; the cells inside stay in half precision.

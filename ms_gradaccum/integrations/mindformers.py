@@ -9,6 +9,7 @@ from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.step_output import named
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "AccumulatedStep"
@@ -95,10 +96,13 @@ class AccumulatedStep(TrainOneStepCell):
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs in the order of mindformers' monitors."""
-        loss, overflow, _, _, norm, _, rates, _ = items
+        report = named(items)
         # mindformers saves this scale, and resumes with it.
         scale = ops.depend(self.body.loss_scale.value(), items)
-        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm  # For several groups, the last rate.
+        rate = report["learning_rate"]
+        if rate.ndim > 0:  # For several groups, the last rate.
+            rate = rate[-1]
+        return report["loss"], report["overflow"], scale, rate, report["grad_norm"]
 
 
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:

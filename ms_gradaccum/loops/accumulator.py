@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -20,23 +20,25 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     require,
     typed,
-    warn_in_graph,
 )
 from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
-from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import UNWEIGHTED, LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
-from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.training.events import Events, Observed
-from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
+from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
@@ -132,6 +134,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         [[2.04]]
     """
 
+    @takes_options(LoopOptions)
     def __init__(
         self,
         network: nn.Cell | Sequence[nn.Cell],
@@ -139,21 +142,13 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         accumulation_steps: int = 1,
         *,
         config: AccumulationConfig | None = None,
-        clip: Clip = None,
-        mixed_precision: PrecisionChoice = None,
-        parallel: ParallelChoice = "auto",
-        bad_micro_batch: BadMicroBatch = "skip_window",
-        compile: bool | None = None,
-        check_loss: bool = True,
-        **unknown: NoReturn,
+        **options: "Unpack[LoopOptions]",
     ) -> None:
         super().__init__(auto_prefix=False)
-        refuse_unknown(_OWNER, Accumulator.__init__, unknown)
+        refuse_unknown(_OWNER, Accumulator.__init__, options)
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
-        check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        options: dict[str, Any] = {"clip": clip, "mixed_precision": mixed_precision, "parallel": parallel}
-        options |= {"bad_micro_batch": bad_micro_batch, "compile": compile, "check_loss": check_loss}
+        check_scale_of_each(_OWNER, options.get("mixed_precision"), len(pairs))
         # Each network has a loss scale of its own.
         settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)

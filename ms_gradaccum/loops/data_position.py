@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import mindspore.dataset as ds
 from mindspore.dataset import Dataset
-from mindspore.dataset.core.config import _config
 from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
+from ms_gradaccum.backend.mindspore_private import dataset_config
 from ms_gradaccum.backend.snapshot import checked_random_states, host_random_states, put_random_states
 
 # The seed that MindSpore takes for "not set".
@@ -56,11 +56,11 @@ class Sources(NamedTuple):
         if random_now is not None:
             put_random_states(self.random)
         # `ds.config.set_seed` would seed Python and NumPy, too.
-        _config.set_seed(self.seed)
+        dataset_config.set_seed(self.seed)
         try:
             yield
         finally:
-            _config.set_seed(before)
+            dataset_config.set_seed(before)
         # Threads of such data have already drawn more from Python's and NumPy's generators, so leave these as they are.
         if random_now is not None and not _draws_in_python(data):
             put_random_states(random_now)

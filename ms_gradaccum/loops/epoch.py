@@ -7,9 +7,10 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import mindspore as ms
 import numpy as np
 from mindspore.dataset import Dataset
-from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
+from mindspore.train.callback import Callback, LossMonitor, RunContext
 
 from ms_gradaccum._checks import check_choice, require, warn
+from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
 from ms_gradaccum.backend.snapshot import put_device_random_state
 from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping
@@ -156,7 +157,7 @@ class PassSteps(Callback):
             remedy = "Give last_window='carry', or as many batches as whole windows have."
         require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
 
-    def _check_rates(self, params: _InternalCallbackParam) -> None:
+    def _check_rates(self, params: InternalCallbackParam) -> None:
         """Warn of a list of learning rates that has not an entry for each update of the first training."""
         _, used = self.before
         if used and params.epoch_num == self.epochs:
@@ -223,7 +224,7 @@ class PassSteps(Callback):
         if output.ends_window:
             events.tell("on_update_end", output=output)
 
-    def end_epoch(self, params: _InternalCallbackParam, callbacks: _CallbackManager) -> None:
+    def end_epoch(self, params: InternalCallbackParam, callbacks: CallbackManager) -> None:
         """After this process's last batch, join the steps that only other processes have batches for."""
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
@@ -246,7 +247,7 @@ class PassSteps(Callback):
             # A callback or the last sink has ended the pass early.
             self._finish_pass(params)
 
-    def _finish_pass(self, params: _InternalCallbackParam) -> None:
+    def _finish_pass(self, params: InternalCallbackParam) -> None:
         """Apply, drop or carry an unfinished window, see `last_window`."""
         if self.model.last_window == "drop":
             self.train_step.drop()
@@ -254,7 +255,7 @@ class PassSteps(Callback):
             output = self.train_step.flush()
             params.net_outputs = params.net_outputs if output is None else output
 
-    def _check_loss(self, params: _InternalCallbackParam) -> None:
+    def _check_loss(self, params: InternalCallbackParam) -> None:
         """Stop at a NaN or Inf loss. LossMonitor itself does so only for a loss outside of a tuple."""
         value = float(params.net_outputs.loss.asnumpy())
         if not np.isfinite(value):

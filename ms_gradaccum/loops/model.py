@@ -4,15 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import mindspore as ms
 from mindspore import amp, nn
 from mindspore.dataset import Dataset
-from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import Callback, Metric
-from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
@@ -26,20 +24,22 @@ from ms_gradaccum._checks import (
     warn,
 )
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
-from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
+from ms_gradaccum.gradients.mixed_precision import Level, combined
 from ms_gradaccum.loops.data_position import DataPosition, first_batch
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
 from ms_gradaccum.parallel.factory import check_parallel
-from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
-from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
+from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
 from ms_gradaccum.training.train_step import TrainOneStepCell
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _OWNER = "Model"
 
@@ -117,6 +117,7 @@ class Model(FrozenAfterInit, ms.Model):
     has_rates_checked = False  # True once the first training has compared a list of learning rates with its updates.
     resumed_place: DataPosition | None = None
 
+    @takes_options(StepOptions)
     def __init__(
         self,
         network: nn.Cell,
@@ -128,25 +129,17 @@ class Model(FrozenAfterInit, ms.Model):
         amp_level: Level = "O0",
         boost_level: Literal["O0"] = "O0",
         *,
-        accumulation_steps: int = 1,
-        clip: Clip = None,
-        mixed_precision: PrecisionChoice = None,
-        parallel: ParallelChoice = "auto",
         last_window: LastWindow = "apply",
-        bad_micro_batch: BadMicroBatch = "skip_window",
-        compile: bool | None = None,
-        check_loss: bool = True,
         loss_scale_manager: amp.LossScaleManager | None = None,
-        **kwargs: NoReturn,
+        **options: "Unpack[StepOptions]",
     ) -> None:
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
         self.loss_scale_manager = loss_scale_manager
-        refuse_unknown(_OWNER, Model.__init__, kwargs)
-        precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
-        settings: dict[str, Any] = {"accumulation_steps": accumulation_steps, "clip": clip, "parallel": parallel}
-        settings |= {"mixed_precision": precision, "bad_micro_batch": bad_micro_batch}
-        self._step_settings = settings | {"compile": compile, "check_loss": check_loss}
+        refuse_unknown(_OWNER, Model.__init__, options)
+        precision = combined(_OWNER, options.get("mixed_precision"), amp_level, loss_scale_manager)
+        options["mixed_precision"] = precision
+        self._options = options
         # The stock Model takes only the name of the level, by which its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
         self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
@@ -166,11 +159,11 @@ class Model(FrozenAfterInit, ms.Model):
                     f"For '{_OWNER}', the argument '{name}' must not be an optimizer, but got {type(cell).__name__}. "
                     f"Give it as optimizer=."
                 )
-        network, settings = adopted(network), self._step_settings
+        network = adopted(network)
         if isinstance(network, AutoParallel) and device_target() == "CPU":
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
-            if settings["parallel"] == "auto" and optimizer is not None:
-                settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
+            if self._options.get("parallel", "auto") == "auto" and optimizer is not None:
+                self._options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
             network = adopted(network.network)
         elif isinstance(network, AutoParallel):
             rule, remedy = "a GradAccumulation of ms_gradaccum", "Write 'from ms_gradaccum import GradAccumulation'."
@@ -180,7 +173,7 @@ class Model(FrozenAfterInit, ms.Model):
             super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
-            _clear_auto_parallel_context(network)
+            clear_auto_parallel_context(network)
             raise
 
     def _build_train_network(self) -> nn.Cell:
@@ -194,9 +187,9 @@ class Model(FrozenAfterInit, ms.Model):
         if self._loss_fn is not None:
             loss_cell = loss_cell.with_loss(self._loss_fn)
         # Checked here first, since the step's errors would name the step.
-        StepSettings.checked(_OWNER, **self._step_settings)
+        StepSettings.checked(_OWNER, **self._options)
         check_optimizer(_OWNER, self._optimizer, loss_cell)
-        return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
+        return TrainOneStepCell(loss_cell, self._optimizer, **self._options)
 
     def _build_eval_network(
         self, metrics: object, eval_network: nn.Cell | None, eval_indexes: list[int] | None
@@ -225,15 +218,13 @@ class Model(FrozenAfterInit, ms.Model):
         require(is_whole, _OWNER, "network", "a loss cell in AutoParallel", got, remedy)
         got = "a TrainOneStepCell with its own settings"
         remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
-        has_none = self._step_settings == TrainOneStepCell.__init__.__kwdefaults__
-        require(has_none, _OWNER, "network", "a loss cell", got, remedy)
+        require(not changed_options(self._options), _OWNER, "network", "a loss cell", got, remedy)
         self._optimizer: nn.Cell = train_step.optimizer  # For callbacks that change the learning rate.
         return train_step
 
     def _refuse_settings(self, network: nn.Cell) -> None:
         """Raise for settings beside a training cell of the program, which would not obey them."""
-        defaults: Any = TrainOneStepCell.__init__.__kwdefaults__
-        given = [name for name, value in self._step_settings.items() if value != defaults[name]]
+        given = changed_options(self._options)
         if self.last_window != "apply":
             given.append("last_window")
         if given and trains_itself(network):
@@ -382,7 +373,7 @@ class Model(FrozenAfterInit, ms.Model):
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(
-        self, valid_infos: object, cb_params: _InternalCallbackParam, list_callback: _CallbackManager
+        self, valid_infos: object, cb_params: InternalCallbackParam, list_callback: CallbackManager
     ) -> None:
         # MindSpore calls this at the end of each pass, even if there is nothing to evaluate.
         if self._steps is not None:

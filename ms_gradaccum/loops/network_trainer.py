@@ -9,16 +9,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -51,7 +50,7 @@ class TrainedNetwork(Window):
     ) -> None:
         rule, got = "one for all optimizers of a network", f"{settings.clip!r} with {len(optimizers)} optimizers"
         remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
-        fits = len(optimizers) == 1 or not isinstance(settings.clip, ClipByGroupNorm)
+        fits = len(optimizers) == 1 or not settings.clip.has_groups
         require(fits, _OWNER, "clip", rule, got, remedy)
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
@@ -95,7 +94,7 @@ class TrainedNetwork(Window):
         if "weight" in network.argument_names:
             rule, got = "an argument of the network alone, given by position", "it by name"
             remedy = "A batch has a weight of its own only for networks without it."
-        elif network.is_cached or network.weighted:
+        elif network.needs_all_rows or network.weighted:
             rule = "left out for a network that returns its weight, or whose loss needs all rows"
         elif network.micro_size > 1:
             rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"
@@ -247,7 +246,7 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
     require([*found] == [*expected], _OWNER, "grads", rule, f"shapes {[*found]}", _FROM)
 
 
-check_in_graph = _primexpr(_check_shapes)
+check_in_graph = primexpr(_check_shapes)
 
 
 def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:

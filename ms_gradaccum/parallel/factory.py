@@ -144,8 +144,6 @@ def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
 
 def _check_can_drop(owner: str, network: nn.Cell) -> None:
     """Raise if micro batches of a GradAccumulation cannot be left out."""
-    remedy = "Its loss has seen all micro batches before one can be left out."
-    require(not network.is_cached, owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
     # The compiler cannot use a sparse gradient twice.
     lookup = sparse_lookup(network)
     rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"

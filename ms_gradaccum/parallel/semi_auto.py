@@ -5,16 +5,19 @@ from contextlib import contextmanager
 
 import mindspore as ms
 from mindspore import nn
-from mindspore._c_expression import RuntimeConf
-from mindspore.ops.primitive import _primexpr
-from mindspore.parallel import _utils
-from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, require, warn
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.mindspore_private import (
+    auto_parallel_context,
+    clear_auto_parallel_context,
+    init_auto_parallel_context,
+    launches_block,
+    primexpr,
+)
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm
+from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 
 _OWNER = "TrainOneStepCell"
@@ -34,7 +37,7 @@ class SemiAuto:
         optimizer: nn.Cell,
         *,
         accumulation_steps: int = 1,
-        clip: object = None,
+        clip: Clip | None = None,
         drop_non_finite: bool = False,
         dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
     ) -> None:
@@ -43,15 +46,16 @@ class SemiAuto:
         one_gradient = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
-        for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
+        for_all = "Use ClipByGlobalNorm or ClipByValue."
+        is_supported = clip is None or clip.has_one_factor or isinstance(clip, ClipByValue)
         messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
         names = [parameter.name for parameter in optimizer.parameters]
         # Each row: a refused condition, the argument, and the parts of the error.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
-            (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
+            (network.needs_all_rows, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
-            (by_group, "clip", "one for all", repr(clip), for_all),
+            (not is_supported, "clip", "one for all", repr(clip), for_all),
             (set(reduce_dtypes(dtype, names)) != {ms.float32}, "mixed_precision", *messages),
         ):
             owner = "GradAccumulation" if name == "network" else _OWNER
@@ -72,7 +76,7 @@ class SemiAuto:
         outside = self.auto_parallel is not None and not in_semi_auto()
         try:
             if outside:
-                _utils._init_auto_parallel_context(self.auto_parallel)
+                init_auto_parallel_context(self.auto_parallel)
             yield
         except RuntimeError as error:
             if "Cannot find micro info" not in str(error):
@@ -84,14 +88,14 @@ class SemiAuto:
             raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
         finally:
             if outside:
-                _utils._clear_auto_parallel_context(self.auto_parallel)
+                clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
 
 
 def _warn_of_differences(network: nn.Cell) -> None:
     """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
     # In a simulation, the device is a CPU.
-    if ms.get_context("device_target") == "GPU" and not RuntimeConf.get_instance().is_launch_blocking():
+    if ms.get_context("device_target") == "GPU" and not launches_block():
         warn(
             "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "
             "send, but on GPU they do not in MindSpore 2.10, and parameters can become wrong, with MindSpore's own "
@@ -144,7 +148,7 @@ def _check_settings(auto_parallel: AutoParallel | None) -> None:
         require(not is_refused, _OWNER, "network", rule, got, remedy)
 
 
-@_primexpr
+@primexpr
 def check_compiling(partitioned: bool) -> None:
     """Raise if a step is compiled with another kind of parallelism than it was built for."""
     if partitioned:
@@ -158,8 +162,8 @@ def check_compiling(partitioned: bool) -> None:
         require(not in_semi_auto(), _OWNER, "network", rule, got, remedy)
 
 
-@_primexpr
+@primexpr
 def gradient_is_returned(micro_size: int) -> bool:
     """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it."""
     # Read during compilation, since a cell may be built before the settings are active.
-    return micro_size == 1 or _utils._get_enable_parallel_optimizer()
+    return micro_size == 1 or auto_parallel_context().get_enable_parallel_optimizer()

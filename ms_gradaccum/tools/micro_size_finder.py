@@ -16,7 +16,7 @@ from mindspore import nn
 
 from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, require, typed
 from ms_gradaccum.backend.compiled import return_memory
-from ms_gradaccum.batch.nested_inputs import Batch, as_call
+from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
@@ -296,6 +296,6 @@ class FewMicroBatches(GradAccumulation):
         # Keep all of them, as training does: if rows are copied, this takes as much memory as the batch.
         batch = self.whole = super().split(*inputs)
         # A loss over the whole batch needs the memory of all rows.
-        if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
+        if self.needs_all_rows or len(batch.micro_batches) <= 2 * _ENDS:
             return batch
         return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])

@@ -1,13 +1,12 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Literal, NoReturn, get_args
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
-from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
@@ -20,14 +19,16 @@ from ms_gradaccum._checks import (
     check_type,
     refuse_unknown,
     require,
-    warn_in_graph,
 )
+from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
-from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
+from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, MeanWeight, OwnWeight, RowWeight, WeightedLoss
+from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
 
@@ -141,9 +142,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         _check_inside(network)
         self.micro_size = check_micro_size(micro_size)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
-        # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
-        self.is_cached = isinstance(network, GradCacheLoss)
-        self.losses = _check_losses(losses, self.weighted, self.is_cached)
+        self.losses = _check_losses(losses, self.weighted)
+        # True if the loss is no sum over micro batches, so that each batch is prepared for them.
+        self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.other_losses = 0 if losses is None else MOST_OTHER_LOSSES  # The number of further losses in a report.
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
@@ -151,14 +152,24 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self._get_attr_from_cell(network)
         self._is_built = True
 
-    def loss_of(self, structure: Hashable = None) -> WeightedLoss:
+    def loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
-        return CachedLoss(self.network, structure) if self.is_cached else self.whole_loss_of(structure)
+        if self.needs_all_rows:
+            loss: WeightedLoss = self.network.prepared_loss(structure, self.weighted, self.losses)
+            return loss
+        return self.whole_loss_of(structure)
 
-    def whole_loss_of(self, structure: Hashable = None) -> WeightedLoss:
+    def whole_loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
         return kinds[self.weighted](self.network, structure, self.losses)
+
+    def preparation(self, settings: object, like: nn.Cell, reducer: nn.Cell) -> Preparation:
+        """Return the work of a step with these settings on a batch before and after its micro steps, as ``like``."""
+        if self.needs_all_rows:
+            preparation: Preparation = self.network.preparation(self.batch_axis, settings, like, reducer)
+            return preparation
+        return Preparation()
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
@@ -249,7 +260,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
         if self.training:
             warn_in_graph(_OTHER_STEP)
-        if self.is_cached or not self.training:
+        if self.needs_all_rows or not self.training:
             return self.network(*inputs)
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
@@ -260,7 +271,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
-        if self.is_cached:
+        if self.needs_all_rows:
             _refuse_in_graph("cached")
         shapes: tuple[object, ...] = ()
         for item in inputs:
@@ -315,10 +326,10 @@ def _check_inside(network: nn.Cell) -> None:
             )
         rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
         require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
-        is_inside = isinstance(cell, GradCacheLoss) and not isinstance(network, GradCacheLoss)
+        is_inside = isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss)
         got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
         remedy = "Put what is around it into its backbone or its loss_fn."
-        require(not is_inside, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
+        require(not is_inside, _OWNER, "network", f"the {type(cell).__name__} itself", got, remedy)
 
 
 def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
@@ -338,11 +349,7 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     return weighted or returned
 
 
-def _check_losses(losses: _Losses | None, weighted: Weighted, is_cached: bool) -> _Losses | None:
-    if is_cached:
-        remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
-        require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
-        require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
+def _check_losses(losses: _Losses | None, weighted: Weighted) -> _Losses | None:
     if losses is not None:
         remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
         check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
@@ -352,7 +359,7 @@ def _check_losses(losses: _Losses | None, weighted: Weighted, is_cached: bool) -
     return losses
 
 
-_split_shapes = _primexpr(split_shapes)
+_split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
@@ -363,6 +370,6 @@ _NOT_IN_GRAPH = {
 }
 
 
-@_primexpr
+@primexpr
 def _refuse_in_graph(what: str) -> None:
     raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")

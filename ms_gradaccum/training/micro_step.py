@@ -4,7 +4,7 @@ The backward pass starts from a share of the micro batch's mean loss, and the gr
 times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, clear_autograd_reco
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.backend.thread_pool import in_thread_pool
-from ms_gradaccum.batch.nested_inputs import unflatten
+from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
@@ -50,7 +50,7 @@ def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Ten
 
 def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> BackwardStart:
     """Return the backward start of a network that is run op by op (``eager``) or compiled, in half precision or not."""
-    if weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward():
+    if weighted_loss.is_prepared or NetworkCode(weighted_loss.network).has_own_backward():
         return "batch"
     if half:
         return "mean"
@@ -99,7 +99,7 @@ class AddMicroBatch(nn.Cell):
         self.counts_rows = loss is None or loss.weighted_loss.counts_rows
         self.divides = loss is not None and loss.divides
         # True if the loss returns further values that are passed on.
-        self.has_notes = loss is not None and loss.weighted_loss.is_cached
+        self.has_notes = loss is not None and loss.weighted_loss.is_prepared
         parameters = [reducer.replicas() for reducer in reducers]
         ends = [*accumulate(map(len, parameters), initial=0)]
         self.bounds = tuple(zip(ends, ends[1:]))
@@ -231,7 +231,7 @@ class MicroStep(nn.Cell):
 class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included. A graph adds the gradients."""
 
-    structure: Hashable = None  # That of the inputs of the current batch.
+    structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
     gives_mean = False  # True if the step returns that mean loss.
     has_run = False  # True if the last call has started to add gradients.
@@ -244,9 +244,9 @@ class EagerMicroStep:
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
-    def begin_batch(self, structure: Hashable, micro_batches: int) -> None:
+    def begin_batch(self, structure: SequenceOf, micro_batches: int) -> None:
         loss = self.micro_loss.weighted_loss
-        is_mean = loss.counts_rows and not loss.is_cached and self.backward_start != "sum"
+        is_mean = loss.counts_rows and not loss.is_prepared and self.backward_start != "sum"
         self.structure, self.is_whole = structure, is_mean and micro_batches == 1
         self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
 
@@ -272,5 +272,5 @@ class EagerMicroStep:
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = None if self.is_whole else share
-        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *unflatten(self.structure, tensors))
+        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *self.structure.rebuild(tensors))
         return outputs

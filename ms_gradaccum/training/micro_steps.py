@@ -3,7 +3,7 @@
 import functools
 import logging
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,14 +17,15 @@ from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import JitParts, has_backward_hook
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
+from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.factory import warn_of_reductions
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.cache_pass import CachePass
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
@@ -69,12 +70,9 @@ class MicroSteps:
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         self.parameters, half = self.cell.parameters, self.cell.micro_loss.half
-        # The pass before the micro steps, for a loss over the whole batch.
-        self.cache_pass: CachePass | None = None
-        if network.is_cached:
-            self.cache_pass = CachePass(self.owner, network, self.cell, reducers[0])
+        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
-        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
+        self.by_structure: dict[tuple[SequenceOf, bool], Compiled] = {}
         self.eager: dict[StepKind, EagerMicroStep] = {}
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
@@ -86,12 +84,11 @@ class MicroSteps:
         self.measurement = LossMeasurement(network, self.parameters, settings.compiles, half, is_distributed)
         adds_parts = network.micro_size > 1 or settings.accumulation_steps > 1 or is_distributed
         # Where a network reduces its gradients itself, its forward passes communicate.
-        can_measure = not (network.is_cached or self.grads_are_reduced)
+        can_measure = not (network.needs_all_rows or self.grads_are_reduced)
         self.measurement.is_on = settings.check_loss and adds_parts and can_measure
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        cache_pass = [] if self.cache_pass is None else self.cache_pass.compiled_cells()
-        return [self.cell, self.empty_step, *self.by_structure.values(), *cache_pass]
+        return [self.cell, self.empty_step, *self.by_structure.values(), *self.preparation.compiled_cells()]
 
     def run(
         self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None, is_first: bool = False
@@ -110,10 +107,8 @@ class MicroSteps:
             self._look_at_hooks()
         inputs = self.network.positional(args, kwargs)
         split = self._split(inputs, eager)
-        self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
-        if self.cache_pass is not None:
-            split, batch_rows = self.cache_pass.run(inputs, split, eager)
-        structure, micro_batches = split
+        self.rows = rows = sum(map(_rows_of, split.micro_batches))
+        (structure, micro_batches), batch_rows = self.preparation.prepare(inputs, split, rows, eager)
         kind = StepKind(is_empty=weight == 0.0)
         step = self._micro_step(structure, micro_batches, eager, kind)
         start: BackwardStart = (step.cell if isinstance(step, Compiled) else step).backward_start
@@ -178,8 +173,7 @@ class MicroSteps:
                 if heard:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(steps)
-            if self.cache_pass is not None:
-                self.cache_pass.check(outputs)
+            self.preparation.check(outputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -243,14 +237,13 @@ class MicroSteps:
     def join(self, rounds: int = -1) -> None:
         """Join the collectives of ``rounds`` micro batches, or of a whole batch with no local data."""
         if rounds < 0:
-            if self.cache_pass is not None:
-                self.reducers[0].gather_rows(0, [])
+            self.preparation.join()
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
             self.empty_step(NOTHING)
 
     def _micro_step(
-        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
+        self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool, kind: StepKind
     ) -> Compiled | EagerMicroStep:
         """Return the callable that runs a micro batch of this structure."""
         if not eager:
@@ -268,9 +261,11 @@ class MicroSteps:
         self.eager[kind] = EagerMicroStep(self.owner, parts, kind.is_last)
         return self.eager[kind]
 
-    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
+    def _compiled(self, structure: SequenceOf, micro_batches: list[MicroBatch], is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
+        name = named_tuple_in(structure)
+        why_not = name and f"its inputs hold {name}, a NamedTuple, which loses its gradient in a graph"
+        remedy = "Give a tuple or a dict, or leave compile out."
         require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
@@ -301,7 +296,6 @@ class MicroSteps:
 def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
     """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
-        ("network", network.is_cached, "one without GradCacheLoss"),
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),

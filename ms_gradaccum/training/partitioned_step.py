@@ -12,24 +12,25 @@ from contextlib import AbstractContextManager, nullcontext
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
-from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import warn, warn_in_graph
+from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.arithmetic import scale
 from ms_gradaccum.backend.compiled import Compiled, graph_mode
+from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.step_output import StepOutput, items_of
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, NO_END, broken_gradient, decide
 
 _NO_NORM = Tensor(0.0, ms.float32)
@@ -96,8 +97,7 @@ class PartitionedStep(Step):
         self.sums = BatchSums(network)
         self.parameters = optimizer.parameters
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in self.parameters)
-        self.clip: nn.Cell = clip
-        self.clips_by_value = isinstance(clip, ClipByValue)
+        self.clip: Clip = clip
         self.learning_rate = LearningRate(optimizer)
         self.progress = OptimizerProgress(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
@@ -148,20 +148,24 @@ class PartitionedStep(Step):
         # Each device has its part of the mean gradient, in the dtype of the parameter.
         totals = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
         mean = map_tensors(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
-        if self.clips_by_value:
-            # This clip needs no norm. Both norms for the report go in one message.
-            norms = ops.sqrt(ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM))))
-            norm, clipped_norm = norms[0, 0], norms[0, 1]
-        else:
+        if self.clip.has_one_factor:
             norm = ops.sqrt(ops.addn(map_tensors(_marked_square, mean)))[0]
             clipped_norm = self.clip.norm_after(norm)
+        else:
+            # A clip by value needs no norm. Both norms for the report go in one message.
+            norms = ops.sqrt(ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM))))
+            norm, clipped_norm = norms[0, 0], norms[0, 1]
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
             mean = map_tensors(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
-        report: tuple[Tensor, ...] = sums[0] * factor, overflow, loss_scale, updated, norm, clipped_norm
-        report += (learning_rate, weight)
+        named = {"loss": sums[0] * factor, "overflow": overflow, "loss_scale": loss_scale, "updated": updated}
+        named["grad_norm"] = norm
+        named["clipped_grad_norm"] = clipped_norm
+        named["learning_rate"] = learning_rate
+        named["weight"] = weight
+        report: tuple[Tensor, ...] = items_of(named)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:
@@ -256,7 +260,7 @@ def _accumulator_of(weight: Parameter) -> Parameter:
     return accumulator
 
 
-@_primexpr
+@primexpr
 def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
     """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
     axes, rows = split_shapes(shapes, batch_axis, micro_size)

@@ -1,15 +1,28 @@
 """The options of a training step."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
-from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_type, require
+from ms_gradaccum._checks import (
+    check_accumulation_steps,
+    check_bool,
+    check_choice,
+    check_type,
+    require,
+)
 from ms_gradaccum.backend.compiled import check_compile
-from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
+from ms_gradaccum.gradients.clipping import Clip, ClipChoice, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 BadMicroBatch = Literal["skip_window", "drop"]  # The type of the argument `bad_micro_batch`.
+_Init = TypeVar("_Init", bound=Callable[..., None])
 # The advice for users who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
     "Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a callback's on_update_end(), or "
@@ -17,13 +30,67 @@ STEP_REMEDY = (
 )
 
 
+class LoopOptions(TypedDict, total=False):
+    """The options that a hand-written loop shares with a training step, as users give them."""
+
+    clip: ClipChoice
+    mixed_precision: PrecisionChoice
+    parallel: ParallelChoice
+    bad_micro_batch: BadMicroBatch
+    compile: bool | None
+    check_loss: bool
+
+
+class StepOptions(LoopOptions, total=False):
+    """The options of a training step."""
+
+    accumulation_steps: int
+
+
+_DEFAULTS: StepOptions = {
+    "accumulation_steps": 1,
+    "clip": None,
+    "mixed_precision": None,
+    "parallel": "auto",
+    "bad_micro_batch": "skip_window",
+    "compile": None,
+    "check_loss": True,
+}
+
+
+def takes_options(kind: type) -> Callable[[_Init], _Init]:
+    """Return a decorator that shows, in a constructor's signature, the options that it takes as ``**options``."""
+
+    def show(init: _Init) -> _Init:
+        hints = get_type_hints(kind)
+        defaults: dict[str, Any] = {**_DEFAULTS}
+        signature = inspect.signature(init)
+        own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
+        options = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints
+        ]
+        shown: Any = init
+        shown.__signature__ = signature.replace(parameters=[*own, *options])
+        del init.__annotations__["options"]
+        init.__annotations__.update(hints)
+        return init
+
+    return show
+
+
+def changed_options(options: StepOptions) -> list[str]:
+    """Return the names of options that are not the default."""
+    defaults: dict[str, object] = {**_DEFAULTS}
+    return [name for name, value in options.items() if value != defaults[name]]
+
+
 @dataclass(frozen=True)
 class StepSettings:
-    """The options of a training step besides its network and its optimizer, checked."""
+    """The options of a training step, checked."""
 
     owner: str  # Class name used in error messages.
     accumulation_steps: int
-    clip: ClipCell
+    clip: Clip
     precision: Precision  # Includes the loss scale, which belongs to one network.
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.
@@ -31,16 +98,10 @@ class StepSettings:
     check_loss: bool  # True if the loss is measured on the first batches, see `LossMeasurement`.
 
     @staticmethod
-    def checked(
-        owner: str,
-        accumulation_steps: int = 1,
-        clip: Clip = None,
-        mixed_precision: PrecisionChoice = None,
-        parallel: ParallelChoice = "auto",
-        bad_micro_batch: BadMicroBatch = "skip_window",
-        compile: bool | None = None,
-        check_loss: bool = True,
-    ) -> "StepSettings":
+    def checked(owner: str, **options: "Unpack[StepOptions]") -> "StepSettings":
+        """Return the settings of a step with these ``options``."""
+        every: StepOptions = {**_DEFAULTS, **options}
+        bad_micro_batch = every["bad_micro_batch"]
         remedy = (
             "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
         )
@@ -48,13 +109,13 @@ class StepSettings:
         remedy = "False trains without measuring the loss of the first batches."
         return StepSettings(
             owner,
-            check_accumulation_steps(owner, accumulation_steps),
-            check_clip(owner, clip),
-            check_precision(owner, mixed_precision),
-            check_kind(owner, parallel),
-            bad_micro_batch == "drop",
-            check_compile(owner, compile),
-            check_bool(owner, "check_loss", check_loss, remedy),
+            accumulation_steps=check_accumulation_steps(owner, every["accumulation_steps"]),
+            clip=check_clip(owner, every["clip"]),
+            precision=check_precision(owner, every["mixed_precision"]),
+            parallel=check_kind(owner, every["parallel"]),
+            drop_non_finite=bad_micro_batch == "drop",
+            compiles=check_compile(owner, every["compile"]),
+            check_loss=check_bool(owner, "check_loss", every["check_loss"], remedy),
         )
 
     def of_sums(self) -> dict[str, Any]:

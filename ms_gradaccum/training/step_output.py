@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -16,6 +16,43 @@ from ms_gradaccum._checks import argument_error
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
+_UNKNOWN = Tensor(math.nan, ms.float32)
+
+
+class OutputFields(NamedTuple):
+    """The fields of a `StepOutput`, which are the items that a graph returns, in this order."""
+
+    loss: Tensor | None
+    overflow: Tensor
+    loss_scale: Tensor
+    updated: Tensor
+    grad_norm: Tensor
+    clipped_grad_norm: Tensor
+    learning_rate: Tensor
+    weight: Tensor
+    # A step gives one tensor in place of a tuple: a row of sums above a row of weights, with 0 for no weight.
+    other_losses: Tensor | Sequence[Tensor] = ()
+
+
+_FIELDS = OutputFields._fields[:-1]
+_Item: TypeAlias = Tensor | Sequence[Tensor] | None
+
+
+def items_of(report: dict[str, Tensor], other_losses: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+    """Return the items of a `OutputFields` in a graph. Fields that ``report`` lacks are NaN."""
+    # In a graph, a NamedTuple would be built by Python in each call, but a dict costs nothing.
+    items: tuple[Tensor, ...] = ()
+    for name in _FIELDS:
+        items += (report.get(name, _UNKNOWN),)
+    return items + other_losses
+
+
+def named(items: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return the items of a `OutputFields` by name, in a graph or on the host."""
+    report: dict[str, Tensor] = {}
+    for i, name in enumerate(_FIELDS):
+        report[name] = items[i]
+    return report
 
 
 class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
@@ -57,62 +94,51 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         1.000 1.0 False 1.0
     """
 
-    _fields = tuple("loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split())
-    # The values of all fields. The properties make them read-only, and give type checkers their types.
-    _values: tuple[Tensor, ...]
+    _fields = _FIELDS
+    _report: OutputFields
     # The items as given. They are read only on demand, because a read waits for the device.
     _others: Tensor | Sequence[Tensor]
 
-    def __new__(
-        cls,
-        loss: Tensor | None,
-        overflow: Tensor,
-        loss_scale: Tensor,
-        updated: Tensor,
-        grad_norm: Tensor,
-        clipped_grad_norm: Tensor,
-        learning_rate: Tensor,
-        weight: Tensor,
-        other_losses: Tensor | Sequence[Tensor] = (),
-    ) -> "StepOutput":
-        # A step gives one tensor in place of a tuple: a row of sums above a row of weights, with 0 for no weight.
-        items = (cast(Tensor, loss), overflow, loss_scale)
-        output = super().__new__(cls, items)
-        output._values = (*items, updated, grad_norm, clipped_grad_norm, learning_rate, weight)
-        output._others = other_losses
+    def __new__(cls, *items: _Item, **fields: _Item) -> "StepOutput":
+        report: Any = OutputFields(*items, **fields)
+        output = super().__new__(cls, report[:3])
+        output._report = report
+        output._others = report.other_losses
         return output
+
+    # The properties make the fields read-only, and give type checkers their types.
 
     @property
     def loss(self) -> Tensor | None:
-        return self[0]
+        return self._report.loss
 
     @property
     def overflow(self) -> Tensor:
-        return self._values[1]
+        return self._report.overflow
 
     @property
     def loss_scale(self) -> Tensor:
-        return self._values[2]
+        return self._report.loss_scale
 
     @property
     def updated(self) -> Tensor:
-        return self._values[3]
+        return self._report.updated
 
     @property
     def grad_norm(self) -> Tensor:
-        return self._values[4]
+        return self._report.grad_norm
 
     @property
     def clipped_grad_norm(self) -> Tensor:
-        return self._values[5]
+        return self._report.clipped_grad_norm
 
     @property
     def learning_rate(self) -> Tensor:
-        return self._values[6]
+        return self._report.learning_rate
 
     @property
     def weight(self) -> Tensor:
-        return self._values[7]
+        return self._report.weight
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
@@ -124,12 +150,12 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @cached_property
     def is_updated(self) -> bool:
         """True if this call updated the parameters: `updated`, read once."""
-        return bool(self._values[3].asnumpy())
+        return bool(self.updated.asnumpy())
 
     @cached_property
     def has_overflow(self) -> bool:
         """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
-        return bool(self[1].asnumpy())
+        return bool(self.overflow.asnumpy())
 
     @property
     def ends_window(self) -> bool:
@@ -139,7 +165,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as a NamedTuple does, without `other_losses`, which are not scalars."""
-        return dict(zip(self._fields, self._values))
+        return {name: getattr(self, name) for name in self._fields}
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as a NamedTuple does."""

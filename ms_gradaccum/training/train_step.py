@@ -2,30 +2,37 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn, warn_of_open
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.compiled import number_of, numbered
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
-from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
-from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
+from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.partitioned_step import PartitionedStep, Step
-from ms_gradaccum.training.settings import STEP_REMEDY, BadMicroBatch, StepSettings, check_stock_arguments
+from ms_gradaccum.training.settings import (
+    STEP_REMEDY,
+    StepOptions,
+    StepSettings,
+    check_stock_arguments,
+    takes_options,
+)
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _OWNER = "TrainOneStepCell"
 
@@ -139,7 +146,7 @@ class HostDrivenStep(Step):
         return output
 
 
-@_primexpr
+@primexpr
 def _look_in_graph(number: int) -> None:
     step = numbered(number)
     if step is not None:
@@ -219,29 +226,20 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     # True if `parameters_and_names` yields the whole parameters, as for a checkpoint.
     _shows_whole = False
 
+    @takes_options(StepOptions)
     def __init__(
         self,
         network: nn.Cell,
         optimizer: nn.Cell,
         sens: float | None = None,
         return_grad: bool = False,
-        *,
-        accumulation_steps: int = 1,
-        clip: Clip = None,
-        mixed_precision: PrecisionChoice = None,
-        parallel: ParallelChoice = "auto",
-        bad_micro_batch: BadMicroBatch = "skip_window",
-        compile: bool | None = None,
-        check_loss: bool = True,
-        **unknown: NoReturn,
+        **options: "Unpack[StepOptions]",
     ) -> None:
-        refuse_unknown(_OWNER, TrainOneStepCell.__init__, unknown)
+        refuse_unknown(_OWNER, TrainOneStepCell.__init__, options)
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
-        settings = StepSettings.checked(
-            _OWNER, accumulation_steps, clip, mixed_precision, parallel, bad_micro_batch, compile, check_loss
-        )
-        kind = check_parallel(_OWNER, parallel, network)
+        settings = StepSettings.checked(_OWNER, **options)
+        kind = check_parallel(_OWNER, settings.parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)

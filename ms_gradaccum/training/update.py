@@ -4,7 +4,6 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
@@ -14,36 +13,13 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip, groups_of
+from ms_gradaccum.gradients.clipping import Grads
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
 
 def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
-
-
-class GroupFactors(nn.Cell):
-    """The factor of each gradient, for a clip of each group by the group's norm."""
-
-    def __init__(self, clip: ClipByGroupNorm, reducer: GradientReducer) -> None:
-        super().__init__(auto_prefix=False)
-        groups = groups_of("ClipByGroupNorm", "limits", clip.limits, reducer.buffer.names)
-        limits = list(clip.limits.values())
-        self.reducer = reducer
-        # The members of each group, and the group of each gradient: the last one for gradients without a group.
-        self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
-        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
-        self.limits = Tensor(limits, ms.float32)
-
-    def construct(self, factor: Tensor) -> Grads:
-        """Return the factors for the means, where a mean is its sum times ``factor``."""
-        squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
-        # A product with 0 would spread the NaN of one group to all.
-        norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
-        factors = ops.concat((self.limits / ops.maximum(norms, self.limits), ops.ones((1,), ms.float32)))
-        each: Grads = ops.unstack(ops.gather(factors, self.groups, 0))
-        return each
 
 
 class Update(nn.Cell):
@@ -53,11 +29,9 @@ class Update(nn.Cell):
         super().__init__(auto_prefix=False)
         self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
         # An optimizer that knows the loss scale divides by it: it gets gradients times this scale.
-        clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed
-        # One of three ways to clip: one factor for all sums, a factor for each sum, or a clip of each element.
-        self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
-        self.by_group = GroupFactors(clip, reducer) if isinstance(clip, ClipByGroupNorm) else None
-        self.by_value = clip if isinstance(clip, ClipByValue) else None
+        self.handed_scale = handed
+        self.loss_scale = settings.precision.loss_scale
+        self.clip = settings.clip.of(self.buffer.names)
         # True if the optimizer takes the sums themselves.
         pairs = zip(reducer.sums, reducer.parameters)
         self.in_place = all(total.dtype == parameter.dtype for total, parameter in pairs)
@@ -80,36 +54,37 @@ class Update(nn.Cell):
     def gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return the norm after clipping and the optimizer's input. A ``limit`` replaces the clip's own limit."""
         means = self.means(norm, *limit)
-        clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
+        if self.clip.has_one_factor:
+            clipped_norm = self.clip.norm_after(norm, *limit)
+        else:
+            clipped_norm = self.reducer.norm(means)
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, means))
             means = scale_each_in_place(factor, tuple(self.reducer.sums))
         ready = cast_each_like(means, self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
-    def factor(self, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Return the factor from the sums to the means, times that of a clip by the global norm."""
-        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
-        return factor if self.by_norm is None else factor * self.by_norm.factor(norm, *limit)
-
     def means(self, norm: Tensor, *limit: Tensor) -> Grads:
         """Replace the sums by the clipped means, chunk by chunk."""
-        factor, factors = self.factor(norm, *limit), ()
-        if self.by_group is not None:
-            factors = self.by_group(factor)
-            factor = ops.depend(factor, factors)
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        norms: Grads = ()
+        if self.clip.has_one_factor:
+            factor = factor * self.clip.factor(norm, *limit)
+        if self.clip.has_groups:
+            # A norm of means could underflow: the squares of the sums are finite.
+            norms = self.clip.norms(self.reducer.squares(tuple(self.reducer.sums)), factor)
+            factor = ops.depend(factor, norms)
         means: Grads = ()
         for begin, end in self.buffer.chunks:
             sums = chunk_of(self.reducer.sums, begin, end)
-            if self.by_norm is not None:
+            if self.clip.has_one_factor:
                 stored = scale_each_in_place(factor, tuple(sums))
             else:
                 clipped = map_tensors(ops.partial(scale, factor), sums)
-                if self.by_value is not None:
-                    clipped = self.by_value(clipped, norm, *limit)
-                if self.by_group is not None:
-                    clipped = map_tensors(scale, chunk_of(factors, begin, end), clipped)
+                if self.clip.has_groups:
+                    clipped = self.clip(clipped, chunk_of(norms, begin, end))
+                else:
+                    clipped = self.clip(clipped, norm, *limit)
                 stored = map_tensors(ops.assign, sums, clipped)
             means += stored
             factor = copy_after(factor, stored)

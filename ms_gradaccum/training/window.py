@@ -14,10 +14,10 @@ from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import groups_of, settable_rates
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reduced import UNSAVED, schedulers_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, RanksDiffer, compare_ranks, digest
@@ -37,7 +37,7 @@ class Window:
     # The reports of the optimizers on the full window, before the update.
     outputs: list[StepOutput] | None = None
     has_loss = True  # False if the caller gave gradients of the window without a loss.
-    clip: ClipByGlobalNorm | ClipByValue | None = None  # Only for this window.
+    clip: Clip | None = None  # Only for this window.
     # With several ranks: this rank's first input, see `FirstInput`.
     first: FirstInput | None = None
     ended = 0  # The number of ended windows.
@@ -138,7 +138,7 @@ class Window:
     def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
         """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
         if self.is_distributed and self.first is None:
-            tensors, reducing = Flattened(inputs).tensors, schedulers_of(self.network)
+            tensors, reducing = Flattened((inputs,)).tensors, schedulers_of(self.network)
             code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
             rows = 0.0 if self.network.weighted else rows
             self.first = FirstInput(what, digest(tensors), rows, code.reductions()[:1]) if tensors else NO_INPUT
@@ -209,8 +209,8 @@ class Window:
                     f"those before it have updated already, and the window is gone. Load a state from before it."
                 )
             raise
-        by_value = isinstance(clip or self.settings.clip, ClipByValue)
-        report = outputs[0] if len(outputs) == 1 else with_all_rates(outputs, by_value)
+        has_own_norms = not (clip or self.settings.clip).has_one_factor
+        report = outputs[0] if len(outputs) == 1 else with_all_rates(outputs, has_own_norms)
         if not self.has_loss:
             report = report._replace(loss=None)
         self.reset()

@@ -6,16 +6,17 @@ from dataclasses import replace
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, warn_in_graph
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.step_output import StepOutput, items_of
 from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
@@ -59,8 +60,8 @@ class WindowEnd(nn.Cell):
         # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
         self.is_bad = Tensor(False)
 
-    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
-        """Run the first half in a graph. Return True for a loss scale that was too large, and a StepOutput's items."""
+    def measure(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the first half in a graph. Return True for a loss scale that was too large, and the report by name."""
         reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
@@ -76,16 +77,25 @@ class WindowEnd(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All micro batches were dropped.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(ops.greater(weight, 0.0))))
-        others = self.buffer.other_losses_after(reduced)
-        return (bad, loss, overflow, self.loss_scale.value(), updated, norm, norm, rate, weight, *others)
+        report = {"loss": loss, "overflow": overflow, "loss_scale": self.loss_scale.value(), "updated": updated}
+        report["grad_norm"] = norm
+        report["clipped_grad_norm"] = norm
+        report["learning_rate"] = rate
+        report["weight"] = weight
+        return bad, report
+
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+        """Return what `measure` does as a flat tuple, for the host."""
+        bad, report = self.measure(has_rate, done)
+        return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
     def partial_report(self, done: Done) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput for the open window, after ``done``."""
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
-        unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-        others = self.buffer.other_losses_after(done)
-        return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
+        no = Tensor(False)
+        report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
+        return items_of(report, self.buffer.other_losses_after(done))
 
     def run_partial_report(self) -> StepOutput:
         """Return `partial_report` from the host."""
@@ -102,9 +112,12 @@ class WindowEnd(nn.Cell):
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        report = self.report(True, done)
-        bad, loss, overflow, scale, updated, norm, _, rate, weight = report[:9]
-        before = ops.depend(self.progress.count + 0, report)
+        bad, report = self.measure(True, done)
+        others = self.buffer.other_losses_after(report["weight"])
+        before = ops.depend(self.progress.count + 0, (items_of(report), others))
+        norm = report["grad_norm"]
+        overflow = report["overflow"]
+        updated = report["updated"]
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
@@ -119,8 +132,9 @@ class WindowEnd(nn.Cell):
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:
             updated = self.progress(updated, before, clipped_norm)
-        output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, rate, weight)
-        return output + report[9:]
+        report["updated"] = updated
+        report["clipped_grad_norm"] = clipped_norm
+        return items_of(report, others)
 
     def runs(self, optimizer: nn.Cell) -> bool:
         """Return whether this end runs ``optimizer``, maybe inside another one."""
@@ -141,16 +155,12 @@ class WindowEnd(nn.Cell):
         if has_rate not in self.reports:
             self.reports[has_rate] = Compiled(lambda: Method(self, "report", has_rate), self.owner, "the report")
         self.is_bad, *items = self.reports[has_rate](NOTHING)
-        if self.eager:
-            items[6] = self.learning_rate.before_update()
-        return StepOutput(*items)
+        output = StepOutput(*items)
+        return output._replace(learning_rate=self.learning_rate.before_update()) if self.eager else output
 
-    def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
+    def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
-        # The limit of a clip is an input, so that a new one needs no new graph.
-        limit: tuple[Tensor, ...] = ()
-        if clip is not None:
-            limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
+        limit = () if clip is None else clip.inputs()
         key = None if clip is None else type(clip), self.eager
         if key not in self.updates:
             update = self.update

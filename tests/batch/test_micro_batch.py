@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
 
-from ms_gradaccum.batch.nested_inputs import Unflatten
 from ms_gradaccum.batch.split import check_batch_axis, split_batch, split_shapes
 
 
@@ -108,7 +107,7 @@ AXES = [
 def test_nested_inputs_are_split_and_put_together_again(axes):
     structure, micro_batches = split_batch(nested(5), 2, check_batch_axis(axes))
     for rows, (count, tensors) in zip((slice(0, 3), slice(3, 5)), micro_batches):
-        named, listed, pair = Unflatten(structure).construct(tensors)
+        named, listed, pair = structure.as_cell().construct(tensors)
         assert count == rows.stop - rows.start and list(named) == ["x", "wide"]
         np.testing.assert_array_equal(named["x"].asnumpy(), table(5)[rows])
         np.testing.assert_array_equal(named["wide"].asnumpy(), table(5).T[:, rows])

@@ -80,4 +80,3 @@ def test_the_norm_after_clipping_is_known_without_another_pass():
     assert ClipByGlobalNorm(2.0).norm_after(Tensor(5.0)) == 2.0
     assert ClipByGlobalNorm(2.0).norm_after(Tensor(1.5)) == 1.5
     assert NoClip().norm_after(Tensor(5.0)) == 5.0
-    assert (ClipByGlobalNorm(2.0).num_norm_reductions, ClipByValue(2.0).num_norm_reductions) == (1, 2)

@@ -11,7 +11,7 @@ from mindspore.amp import StaticLossScaler
 from step_probe import number
 
 from ms_gradaccum import Accumulator
-from ms_gradaccum.backend.compiled import _pynative_executor
+from ms_gradaccum.backend.mindspore_private import pynative_executor
 
 RANDOM = np.random.default_rng(7)
 REAL, FAKE = (RANDOM.normal(size=(12, 3)).astype(np.float32) for _ in range(2))
@@ -87,8 +87,8 @@ def backward_of_tensors(monkeypatch):
     monkeypatch.setattr(_c_expression.TensorPy, "backward", backward, raising=False)
     monkeypatch.setattr(_c_expression.TensorPy, "grad", grad, raising=False)
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield partial(_pynative_executor.set_grad_flag, True)
-    _pynative_executor.set_grad_flag(False)
+    yield partial(pynative_executor.set_grad_flag, True)
+    pynative_executor.set_grad_flag(False)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
 
 # A room imports only from itself and from those before it.
 ROOMS = ["_checks", "backend", "batch", "gradients", "parallel", "advice", "training", "loops", "checkpoint"]
-ROOMS += ["tools", "integrations", "__init__", "__main__"]
+ROOMS += ["tools", "integrations", "contrastive", "__init__", "__main__"]
 
 
 def room_of(name):
@@ -59,3 +59,25 @@ def test_the_page_for_maintainers_has_the_same_rooms():
 def test_nothing_imports_torch():
     for file in FILES:
         assert "torch" not in {module.split(".")[0] for module in structure.imported_modules(file)}, file
+
+
+def private_names(file):
+    """Return the private names of MindSpore that a file imports or reads from what it imports."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    aliases = [("", alias) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    aliases += [
+        (f"{node.module}.", alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    aliases = [(module + alias.name, alias.asname or alias.name) for module, alias in aliases]
+    imported = {name: full for full, name in aliases if full.split(".")[0] == "mindspore"}
+    found = {full for full in imported.values() if "._" in full}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            full = f"{imported[node.value.id]}.{node.attr}"
+            found |= {full} if re.search(r"\._(?!_)", full) else set()
+    return found
+
+
+def test_one_file_has_the_private_names_of_mindspore():
+    assert {name_of(file) for file in FILES if private_names(file)} == {"backend.mindspore_private"}
+    assert "mindspore.context._get_mode" in private_names(PACKAGE / "backend" / "mindspore_private.py")

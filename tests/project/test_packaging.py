@@ -69,13 +69,13 @@ loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
 GradAccumulation(network, "4")  # arg-type
 step = TrainOneStepCell(loss_cell, optimizer, accumulation_steps=2, clip=ClipByGlobalNorm(1.0), parallel="auto")
 TrainOneStepCell(loss_cell, optimizer, clip=1.0)  # arg-type
-TrainOneStepCell(loss_cell, optimizer, steps=2)  # arg-type
+TrainOneStepCell(loss_cell, optimizer, steps=2)  # call-arg
 TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="ignore")  # arg-type
 output: StepOutput = step(x, x)
 output.lr  # attr-defined
 step.add_callback(print)  # arg-type
 Model(loss_cell, optimizer=optimizer, last_window="drop", mixed_precision="fp16").train(1, NumpySlicesDataset([1]))
-Model(loss_cell, optimizer=optimizer, keep_batchnorm_fp32=True)  # arg-type
+Model(loss_cell, optimizer=optimizer, keep_batchnorm_fp32=True)  # call-arg
 Model(loss_cell, optimizer=optimizer, last_window="keep")  # arg-type
 Model(loss_cell, optimizer=optimizer, parallel=2)  # arg-type
 accumulator = Accumulator(network, optimizer, 4)

@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "the last row of each micro batch is lost",
         "batch/split.py",
-        "slice(begin, end)) for",
-        "slice(begin, max(end - 1, begin + 1))) for",
+        "slice(begin, end))]",
+        "slice(begin, max(end - 1, begin + 1)))]",
         WHOLE_BATCH,
     ),
     Mutation(
@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "the clip of each gradient comes before the division",
         "training/update.py",
-        "clipped = self.by_value(clipped, norm, *limit)",
-        "clipped = map_tensors(ops.partial(scale, factor), self.by_value(tuple(sums), norm, *limit))",
+        "clipped = self.clip(clipped, norm, *limit)",
+        "clipped = map_tensors(ops.partial(scale, factor), self.clip(tuple(sums), norm, *limit))",
         (*CLIPS, "training/test_train_step.py", "loops/test_accumulator_updates.py"),
     ),
     Mutation(
@@ -200,8 +200,8 @@ MUTATIONS = (
     Mutation(
         "what is called in the backward pass gets the gradient of a sum over rows",
         "training/micro_step.py",
-        "weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward()",
-        "weighted_loss.is_cached",
+        "weighted_loss.is_prepared or NetworkCode(weighted_loss.network).has_own_backward()",
+        "weighted_loss.is_prepared",
         ("programs/test_python_decides.py",),
     ),
     Mutation(

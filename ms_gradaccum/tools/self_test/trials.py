@@ -7,11 +7,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, lazy_inline, nn
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.device import multiply
+from ms_gradaccum.backend.mindspore_private import load_tensor_by_layout
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
@@ -141,7 +141,7 @@ def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[
     """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
     if layout is None:
         return value
-    return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
+    return np.ascontiguousarray(load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
 class _InlinedLoss(nn.WithLossCell):

@@ -74,7 +74,7 @@ def _of_state(experiment: Experiment, norms: dict[str, nn.Cell], moved: Sequence
 
 
 def _of_loss(experiment: Experiment) -> str:
-    if experiment.network.is_cached:  # Its loss is that of the whole batch, whatever the micro batches are.
+    if experiment.network.needs_all_rows:  # Its loss is that of the whole batch, whatever the micro batches are.
         return ""
     text = experiment.measure().removeprefix("For 'GradAccumulation', ").removesuffix(HIDE).rstrip()
     return text[:1].upper() + text[1:]

@@ -12,7 +12,7 @@ from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import first_line, require
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.backend.training_cells import DROPOUTS
-from ms_gradaccum.batch.nested_inputs import Batch, as_call
+from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit

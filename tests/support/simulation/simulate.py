@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from ms_gradaccum.batch.nested_inputs import Batch
+from ms_gradaccum.batch.arguments import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job

@@ -16,13 +16,14 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
-from ms_gradaccum.batch.nested_inputs import as_call
+from ms_gradaccum.batch.arguments import as_call
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, LossOnly, Values, compare, train_whole
 from ms_gradaccum.training.partitioned_step import PartitionedStep
+from ms_gradaccum.training.step_output import OutputFields
 from ms_gradaccum.training.train_step import TrainOneStepCell
 from simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
 from simulation.partition import connect, messages_of, partition, tensor_bytes
@@ -132,8 +133,8 @@ def _run(
     with on_cpu():
         program = CpuProgram(model, start, layouts, rank)
         own = [parts.get(f"inputs{i}", item) for i, item in enumerate(batch)]
-        outputs = [[float(item.asnumpy()) for item in program(*own)] for _ in range(updates)]
-    losses, updated = [output[0] for output in outputs], [bool(output[3]) for output in outputs]
+        reports = [OutputFields(*(float(item.asnumpy()) for item in program(*own))) for _ in range(updates)]
+    losses, updated = [report.loss for report in reports], [bool(report.updated) for report in reports]
     found = {"losses": losses, "updated": updated}
     if rank == 0:
         meeting.phase("training on the whole batch")

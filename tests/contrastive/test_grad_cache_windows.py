@@ -152,7 +152,7 @@ def test_windows_of_two_batches_are_those_by_hand(name, expected):
         assert found.asnumpy().tobytes() == wanted.tobytes(), found.name
     assert number(cell.backbone.calls) == 4 * len(SIZES)
     if name == "GRAPH":
-        cache_pass = step.body.window.micro_steps.cache_pass
+        cache_pass = step.body.window.micro_steps.preparation
         # One graph of the loss for each number of rows, and never one for changing lengths.
         assert [len(each.fixed) for each in cache_pass.losses.values()] == [len(SIZES)]
         assert all(each.general_cell is None for each in cache_pass.losses.values())

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ContrastiveLoss"
 # A graph contains a copy of the loop's body for each block.
@@ -180,14 +180,14 @@ def label_numbers(labels: Tensor) -> Tensor:
     return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
 
 
-@_primexpr
+@primexpr
 def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
     """Return the begin and end of each block of rows."""
     size = max(block_rows, -(-rows // _MOST_BLOCKS))
     return tuple((begin, min(begin + size, rows)) for begin in range(0, rows, size))
 
 
-@_primexpr
+@primexpr
 def _refuse_inputs(towers: int, count: int) -> None:
     inputs = "representations and labels" if towers == 1 else "two representations, and labels or not"
     raise ValueError(
@@ -196,7 +196,7 @@ def _refuse_inputs(towers: int, count: int) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _check_shapes(first: tuple[int, ...], second: tuple[int, ...], labels: tuple[int, ...] | None) -> None:
     if len(first) == 2 and tuple(first) == tuple(second) and (labels is None or math.prod(labels) == first[0]):
         return

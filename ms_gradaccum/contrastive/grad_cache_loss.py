@@ -1,4 +1,4 @@
-"""A loss over all rows of a batch together, and its substitute in micro batches after the first pass.
+"""A loss over all rows of a batch together.
 
 After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
@@ -6,21 +6,24 @@ After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory 
 from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
-from mindspore.common import dtype as mstype
-from mindspore.ops.primitive import _primexpr
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int, require
 from ms_gradaccum.backend.arithmetic import as_dtype
-from ms_gradaccum.backend.tensors import scalar
-from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.backend.mindspore_private import primexpr
+from ms_gradaccum.batch.split import BatchAxis
+from ms_gradaccum.batch.structure import SequenceOf
+from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
+from ms_gradaccum.contrastive.cache_pass import CachePass
+from ms_gradaccum.contrastive.cached_loss import HALF, OUTPUT_REMEDY, CachedLoss
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "GradCacheLoss"
-_OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
-_HALF = (ms.float16, ms.bfloat16)
+_SETTING_REMEDY = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
 
 
-class GradCacheLoss(FrozenAfterInit, nn.Cell):
+class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
@@ -92,6 +95,20 @@ class GradCacheLoss(FrozenAfterInit, nn.Cell):
             _refuse_inputs(len(inputs), self.labels)
         return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
 
+    def preparation(
+        self, batch_axis: BatchAxis, settings: StepSettings, like: nn.Cell, reducer: GradientReducer
+    ) -> CachePass:
+        return CachePass(self, batch_axis, settings, like, reducer)
+
+    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> CachedLoss:
+        name = "GradAccumulation"
+        require(not weighted, name, "weighted", f"False for a {_OWNER}", weighted, _SETTING_REMEDY)
+        require(losses is None, name, "losses", f"None for a {_OWNER}", repr(losses), _SETTING_REMEDY)
+        return CachedLoss(self, structure)
+
+    def around(self, backbone: nn.Cell) -> "GradCacheLoss":
+        return GradCacheLoss(backbone, self.loss_fn, self.labels)
+
     def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of the backbone in the form that `loss_fn` takes."""
         returned = self.backbone(*inputs)
@@ -101,61 +118,11 @@ class GradCacheLoss(FrozenAfterInit, nn.Cell):
             if not isinstance(item, Tensor):
                 _refuse_output()
             # In 16 bits the gradients of a mean over many rows would underflow.
-            outputs += (as_dtype(item, ms.float32) if item.dtype in _HALF else item,)
+            outputs += (as_dtype(item, ms.float32) if item.dtype in HALF else item,)
         return outputs
 
 
-class CachedLoss(WeightedLoss):
-    """Substitute that a micro batch differentiates in place of the loss. `CachePass` has computed its gradient.
-
-    It returns the share of the loss, the share, and the `distance` of each output from the first pass's output.
-    """
-
-    counts_rows = True
-    is_cached = True
-
-    def __init__(self, network: GradCacheLoss, structure: object = None) -> None:
-        super().__init__(network, structure)
-        self.own = ParameterTuple(network.loss_fn.trainable_params())
-
-    def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        items = tensors if self.structure is None else self.structure(tensors)
-        loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
-        start = Tensor(0.0, ms.float32)
-        # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.
-        for i, parameter in enumerate(self.own):
-            start = start + _product(parameter, own_grads[i]) * share
-        place = 0
-        distances: tuple[Tensor, ...] = ()
-        for output in self.network.outputs(items[4:]):
-            if output.dtype in mstype.float_type:
-                start = start + _product(output, cache[place])
-                distances += (distance(ops.stop_gradient(output), firsts[place]),)
-                place += 1
-        # This has the value of the loss and the gradient of ``start``.
-        value = scalar(loss) * share + (start - ops.stop_gradient(start))
-        return value, share, ops.stack(distances)
-
-
-def distance(second: Tensor, first: Tensor) -> Tensor:
-    """Return the largest difference of two outputs, relative to the largest number in its row. NaN equals NaN."""
-    same = ops.logical_or(second == first, ops.logical_and(ops.isnan(second), ops.isnan(first)))
-    zeros = ops.zeros_like(first)
-    difference = ops.select(same, zeros, ops.abs(second - first)).reshape((first.shape[0], -1))
-    size = ops.select(ops.isfinite(first), ops.abs(first), zeros).reshape((first.shape[0], -1))
-    rows = ops.amax(size, 1)
-    # The rounding error of an element may be that of the row's largest one.
-    least = ops.maximum(ops.amax(size) * 0.01, Tensor(1e-30, ms.float32))
-    return scalar(ops.amax(ops.amax(difference, 1) / ops.maximum(rows, least)))
-
-
-def _product(values: Tensor, grads: Tensor) -> Tensor:
-    if values.dtype in _HALF:
-        values, grads = ops.cast(values, ms.float32), ops.cast(grads, ms.float32)
-    return scalar(ops.sum(values * grads))
-
-
-@_primexpr
+@primexpr
 def _refuse_inputs(inputs: int, labels: int) -> None:
     raise ValueError(
         f"For '{_OWNER}', there must be more inputs than the {labels} labels, but got {inputs}. Give the inputs of the "
@@ -163,18 +130,9 @@ def _refuse_inputs(inputs: int, labels: int) -> None:
     )
 
 
-@_primexpr
+@primexpr
 def _refuse_output() -> None:
     raise TypeError(
         f"For '{_OWNER}', the backbone must return a tensor or a tuple of tensors, but got something else. "
-        f"{_OUTPUT_REMEDY}"
+        f"{OUTPUT_REMEDY}"
     )
-
-
-def check_output(shape: tuple[int, ...], rows: int) -> None:
-    """Raise unless an output of a micro batch of ``rows`` rows has them on axis 0."""
-    if not shape or shape[0] != rows:
-        raise ValueError(
-            f"For '{_OWNER}', the backbone must return tensors with the {rows} rows of the micro batch on axis 0, but "
-            f"got one of shape {tuple(shape)}. {_OUTPUT_REMEDY}"
-        )

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int, require
+from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ReplayDropout"
 # Odd constants of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
@@ -113,7 +113,7 @@ def _unknown(number: int, seed: Tensor) -> Tensor:
     return ops.bitwise_xor(ops.bitwise_and(seed, Tensor(0, ms.int32)), Tensor(number, ms.int32))
 
 
-@_primexpr
+@primexpr
 def _check_size(shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     if size >= 2**31:

@@ -13,8 +13,8 @@ from step_probe import Around
 from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
+from ms_gradaccum.contrastive.cache_pass import CachePass, random_cells
 from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.training.cache_pass import CachePass, random_cells
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -143,7 +143,9 @@ def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
 
 
 def test_a_loss_that_draws_is_refused_on_several_processes():
-    alone, is_distributed = SimpleNamespace(is_distributed=False), SimpleNamespace(is_distributed=True)
+    settings = SimpleNamespace(owner="TrainOneStepCell", drop_non_finite=False)
+    alone = SimpleNamespace(is_distributed=False, grads_are_reduced=False)
+    is_distributed = SimpleNamespace(is_distributed=True, grads_are_reduced=False)
     like = SimpleNamespace(parameters=(), micro_loss=SimpleNamespace(half=False))
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
     sentence = (
@@ -151,11 +153,22 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
         "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
     )
     with raises(ValueError, sentence):
-        CachePass("TrainOneStepCell", network, like, is_distributed)
-    CachePass("TrainOneStepCell", network, like, alone)
+        CachePass(network.network, 0, settings, like, is_distributed)
+    CachePass(network.network, 0, settings, like, alone)
     # In evaluation mode it draws nothing.
     network.set_train(False)
-    CachePass("TrainOneStepCell", network, like, is_distributed)
+    CachePass(network.network, 0, settings, like, is_distributed)
+
+
+def test_gradients_that_come_reduced_are_refused():
+    settings = SimpleNamespace(owner="TrainOneStepCell", drop_non_finite=False)
+    reducer = SimpleNamespace(is_distributed=True, grads_are_reduced=True)
+    sentence = (
+        "For 'TrainOneStepCell', the argument 'network' must be one without GradCacheLoss where gradients come "
+        "reduced, but got something else. Leave it out, and convert a network before hsdp() cuts it."
+    )
+    with raises(ValueError, sentence):
+        CachePass(cell(), 0, settings, None, reducer)
 
 
 class Uses(nn.Cell):

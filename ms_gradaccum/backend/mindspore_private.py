@@ -1,0 +1,58 @@
+"""All private names of MindSpore that this package imports, since a new version may change them.
+
+All are in MindSpore 2.7 to 2.10, except where a comment names other versions. No other file imports private names.
+"""
+
+from mindspore import _c_expression, context
+from mindspore.dataset.core import config
+from mindspore.ops import primitive
+from mindspore.parallel import _auto_parallel_context, _tensor, _utils
+from mindspore.train import amp, callback
+
+try:
+    from mindspore.graph import api
+except ImportError:  # MindSpore 2.7 and 2.8
+    from mindspore.common import api
+
+# Returns the mode. ms.get_context("mode") takes 25 times as long, and each call of a step asks.
+get_mode = context._get_mode
+
+# The compiler of cells. In versions before 2.9 it is in another module.
+cell_graph_executor = api._cell_graph_executor
+
+# Records the operators of the caller in PYNATIVE mode, for its `loss.backward()`.
+pynative_executor = api._pynative_executor
+
+# A decorator: the function runs while a graph is compiled, if all arguments are constants there. Otherwise it becomes
+# part of the graph; the public `constexpr` would only warn then.
+primexpr = primitive._primexpr
+
+# Returns the settings of semi-auto-parallel, of which `ms.get_auto_parallel_context` has only some.
+auto_parallel_context = _auto_parallel_context.auto_parallel_context
+
+# Give the context the settings of an AutoParallel, and reset them. MindSpore's own step does so around a compilation.
+init_auto_parallel_context = _utils._init_auto_parallel_context
+clear_auto_parallel_context = _utils._clear_auto_parallel_context
+
+# Returns the shard of a tensor for a layout of semi-auto-parallel and a rank.
+load_tensor_by_layout = _tensor._load_tensor_by_layout
+
+# A cell that casts the outputs of a network to float32, as `amp.build_train_network` has it before the loss.
+OutputTo32 = amp._OutputTo32
+
+# The types of the objects that `Model` gives to its own methods.
+CallbackManager = callback._CallbackManager
+InternalCallbackParam = callback._InternalCallbackParam
+
+# The settings of the data pipeline. `ds.config.set_seed` would seed Python and NumPy, too.
+dataset_config = config._config
+
+
+def accept_jit_functions() -> None:
+    """Let graphs contain functions with a @jit of their own, which a gradient in PYNATIVE mode forbids."""
+    _c_expression.MSContext.get_instance()._set_not_convert_jit(False)
+
+
+def launches_block() -> bool:
+    """Return whether the host waits for each operator on GPU. `mindspore.runtime` only has a function to set it."""
+    return bool(_c_expression.RuntimeConf.get_instance().is_launch_blocking())

@@ -1,0 +1,41 @@
+"""The inputs of a batch as the arguments of a network."""
+
+from collections.abc import Mapping, Sequence
+from inspect import Signature
+
+import numpy as np
+from mindspore import Tensor
+
+from ms_gradaccum._checks import argument_error
+
+# The arguments of a network.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+# A batch as one object: the only input, a sequence of all inputs, or inputs by name.
+Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
+
+
+def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
+    """Return a batch as the positional and keyword arguments of a network."""
+    if isinstance(batch, dict):
+        return (), batch
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return (batch,), {}
+    got = f"{batch!r} of type {type(batch).__name__}"
+    remedy = "Give the inputs of network in a tuple, or by name in a dict."
+    raise TypeError(argument_error(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+
+
+def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
+    """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
+    wrong = [name for name in kwargs if name not in signature.parameters]
+    arguments = list(signature.parameters.values())[given:]
+    free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]
+    if not wrong:
+        return "Give them as the network takes them."
+    if len(wrong) > len(free):
+        return f"Leave out {', '.join(map(repr, wrong[len(free) :]))}."
+    names, own = (", ".join(map(repr, each)) for each in (wrong, free))
+    return f"Rename {names} to {own}, for example with dataset.rename()."
