@@ -32,6 +32,9 @@ NUM_ORDERS = 10
 # A difference must exceed so many standard deviations of a random loss.
 NUM_DEVIATIONS = 10
 NUM_SEEDS = 3
+# Passes of a loss whose random numbers do not come back, and more if its error exceeds a few deviations.
+NUM_DRAWS = (4, 12)
+NUM_LIKELY = 3
 # Tensors up to this size are always copied, to restore what the forward pass changes.
 SMALL_SIZE = 2**16
 _OWNER = "GradAccumulation"
@@ -296,7 +299,7 @@ class LossMeasurement:
         rounding = self.losses.rounding(whole, first, second)
         drift = relative(first.value - again.value, first.value, again.value)
         if drift > rounding:
-            return self._of_drift(passes, pair, drift)
+            return self._of_drift(passes, both, pair, drift)
         error = self.losses.error(whole, first, second)
         if error <= rounding:
             return ""
@@ -310,19 +313,34 @@ class LossMeasurement:
                 return ""
         return self._sentence(error)
 
-    def _of_drift(self, passes: Passes, pair: Pair, drift: float) -> str:
+    def _of_drift(self, passes: Passes, both: Rows, pair: Pair, drift: float) -> str:
         """Return the sentence for a loss that is another one in each pass: it has state, or its draws never repeat."""
         restored = set()
         for _ in range(2):
             passes.restore()
             restored.add(passes.loss(pair.a).value)
         if len(restored) > 1:
-            # Two findings are no chance.
-            return self._of_draws(passes, pair) and self._of_draws(passes, pair)
+            return self._of_noise(passes, both, pair)
         return (
             f"For '{_OWNER}', the same rows have another loss in each pass ({_percent(drift)} apart), so micro "
             f"batches see each other's state. Keep state out of the loss, or change it once per update."
         )
+
+    def _of_noise(self, passes: Passes, both: Rows, pair: Pair) -> str:
+        """Return the sentence for a loss whose draws never repeat: its means over some passes must add up."""
+        draws: list[list[Loss]] = [[], [], []]
+        error = 0.0
+        noise = 0.0
+        for count in NUM_DRAWS:
+            for runs, rows in zip(draws, (both, pair.a, pair.b)):
+                runs += [passes.loss(rows, seed=None) for _ in range(count)]
+            values = np.array([[run.value for run in runs] for runs in draws])
+            means = [Loss(float(np.mean(row)), runs[0].weight) for row, runs in zip(values, draws)]
+            error = self.losses.error(*means)
+            noise = float(values.std(1, ddof=1).max() / np.abs(values.mean(1)).max()) / len(draws[0]) ** 0.5
+            if error <= max(NUM_LIKELY * noise, self.losses.rounding(*means)):
+                return ""
+        return self._sentence(error) if error > NUM_DEVIATIONS * noise else ""
 
     def _of_draws(self, passes: Passes, pair: Pair) -> str:
         """Return the sentence for a loss that draws random numbers, from passes that draw the same ones.
