@@ -105,6 +105,11 @@ def restored_mode():
         yield
 
 
+def silent_advisor(owner, network, *others):
+    """Return an Advisor for the arguments of one that speaks."""
+    return advisor.SilentAdvisor(owner, network)
+
+
 @pytest.fixture(autouse=True)
 def advice(request, monkeypatch):
     """Give trainings an Advisor that says nothing, or at least measures nothing, where no test is about that."""
@@ -113,8 +118,7 @@ def advice(request, monkeypatch):
     if is_about_warnings(request.path):
         monkeypatch.setattr(advisor, "measurement_of", lambda *_: None)
     else:
-        silent = advisor.SilentAdvisor
-        monkeypatch.setattr(window, "Advisor", lambda owner, network, *others: silent(owner, network))
+        monkeypatch.setattr(window, "Advisor", silent_advisor)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from ms_gradaccum.loops.handed_batches import HandedBatches
 from ms_gradaccum.loops.loop_data import DataBatch, LoopData
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
 from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
+from ms_gradaccum.loops.train_step import WindowDriver
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.train_step import WindowDriver
 
 _OWNER = "Accumulator"
 UNWEIGHTED = (

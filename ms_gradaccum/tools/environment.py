@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import mindspore as ms
 
 from ms_gradaccum._checks import first_line
-from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, multiply
+from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_host, this_device
+from ms_gradaccum.backend.probes import multiply
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
@@ -16,19 +17,24 @@ _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREA
 
 def describe() -> dict[str, str]:
     """Return the facts that ``python -m ms_gradaccum env`` prints, by name."""
-    target = ms.get_context("device_target")
+    target = this_device()
     facts = {"python": platform.python_version(), "system": platform.platform()}
     facts.update({name: _version_of(name) for name in _PACKAGES})
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts["cores and memory"] = f"{cores()} cores, {memory:.1f} GiB"
-    facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
+    facts["default mode"] = "PYNATIVE" if ms.get_context("mode") == ms.PYNATIVE_MODE else "GRAPH"
     facts["float16 products"] = _tried(ms.float16)
     facts["bfloat16 products"] = _tried(ms.bfloat16)
-    slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
-    facts["fast convolutions on CPU"] = "not used" if target != "CPU" else slow if are_slow() else "yes"
+    facts["fast convolutions on CPU"] = "yes"
+    if not is_host():
+        facts["fast convolutions on CPU"] = "not used"
+    elif are_slow():
+        facts["fast convolutions on CPU"] = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
     facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"
-    facts.update({f"${name}": value for name in [*_VARIABLES, VARIABLE] if (value := os.getenv(name)) is not None})
+    for name in (*_VARIABLES, VARIABLE):
+        if name in os.environ:
+            facts[f"${name}"] = os.environ[name]
     return facts
 
 

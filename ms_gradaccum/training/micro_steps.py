@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from mindspore import ParameterTuple, nn
 
-from ms_gradaccum._checks import argument_error, require
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.loss_measurement import Program
 from ms_gradaccum.advice.rows import Rows
@@ -90,9 +89,13 @@ class BuiltSteps:
     def eager_step(self, kind: StepKind) -> EagerMicroStep:
         """Return the micro step that runs op by op."""
         if kind not in self.eager:
-            lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
-            rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
-            require(lookup is None, self.settings.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
+            lookup = sparse_lookup(self.network)
+            if lookup is not None:
+                raise ValueError(
+                    f"For '{self.settings.owner}', the argument 'network' must be one of dense gradients in PYNATIVE "
+                    f"mode, where MindSpore forgets the rows of sparse ones, but got a sparse lookup in {lookup}. Use "
+                    f"nn.Embedding, or give compile=True."
+                )
             parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, kind.is_empty)
             self.eager[kind] = EagerMicroStep(self.settings.owner, parts, kind.is_last)
         return self.eager[kind]
@@ -101,10 +104,11 @@ class BuiltSteps:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         name = named_tuple_in(structure)
         if name:
-            why_not = f"its inputs hold {name}, a NamedTuple, which loses its gradient in a graph"
-            remedy = "Give a tuple or a dict, or leave compile out."
-            rule = "None for inputs that no graph takes"
-            raise ValueError(argument_error(self.settings.owner, "compile", rule, why_not, remedy))
+            raise ValueError(
+                f"For '{self.settings.owner}', the argument 'compile' must be None for inputs that no graph takes, but "
+                f"got its inputs hold {name}, a NamedTuple, which loses its gradient in a graph. Give a tuple or a "
+                f"dict, or leave compile out."
+            )
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
             self.network, self.cell.parameters, *micro_batch, self.cell.jit_config_dict
@@ -141,7 +145,7 @@ class MicroSteps:
         # True if other ranks may have more micro batches in a batch.
         self.waits_for_others = reducers[0].is_distributed or reducers[0].grads_are_reduced
         if reducers[0].grads_are_reduced:
-            _check_reduced(settings.owner, network, settings)
+            _check_reduced(settings)
         self.steps = BuiltSteps(network, reducers, settings, advisor)
         self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
@@ -289,8 +293,11 @@ class MicroSteps:
             progress.has_added = bool(outputs) or steps[0].has_run
             events.micro_batches = done
             if isinstance(error, Exception):
-                is_first_of_several = is_running and not progress.has_added and len(steps) > 1
-                self.advisor.explain(error, inputs, parts[0].rows if is_first_of_several else 0)
+                # The rows of a first micro batch that has failed alone.
+                rows_of_first = 0
+                if is_running and not progress.has_added and len(steps) > 1:
+                    rows_of_first = parts[0].rows
+                self.advisor.explain(error, inputs, rows_of_first)
             raise
         if progress.rounds_left:
             self.join(progress.rounds_left)
@@ -305,13 +312,15 @@ class MicroSteps:
             self.empty_step(NOTHING)
 
 
-def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
+def _check_reduced(settings: StepSettings) -> None:
     """Raise for settings that do not work with gradients that are already reduced over all ranks."""
     for name, is_given, rule in (
         ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),
     ):
-        rule = f"{rule} where gradients come reduced"
-        remedy = "Leave it out, and convert a network before hsdp() cuts it."
-        require(not is_given, owner, name, rule, "something else", remedy)
+        if is_given:
+            raise ValueError(
+                f"For '{settings.owner}', the argument '{name}' must be {rule} where gradients come reduced, but got "
+                f"something else. Leave it out, and convert a network before hsdp() cuts it."
+            )

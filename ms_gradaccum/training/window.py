@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindspore import Tensor, nn
 
@@ -25,6 +25,13 @@ from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window_end import WindowEnds
+
+
+def _is_batch_count(value: object) -> bool:
+    return isinstance(value, int) and is_count(value) and value <= MAX_INT
+
+
+_COUNTS = {"batches": _is_batch_count, "overflows_in_a_row": is_count}
 
 
 class Window:
@@ -92,22 +99,28 @@ class Window:
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
         batches = self.count.read()
-        scale = self.loss_scale.numbers()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
+        state = {
+            "batches": batches,
+            "overflows_in_a_row": self.ends.overflows_in_a_row,
+            "loss_scale": self.loss_scale.chooser_state.state_dict(),
+        }
         # A graph does not follow what the program sets in the groups of its optimizer.
-        eager = runs_eagerly(self.settings.compiles)
-        settings = {"groups": [plain_state.take_settings(each) for each in groups_of(self.optimizers)]} if eager else {}
-        counts = {"batches": batches, "overflows_in_a_row": self.ends.overflows_in_a_row}
-        return {**counts, "loss_scale": scale, **settings}
+        if runs_eagerly(self.settings.compiles):
+            state["groups"] = [plain_state.take_settings(group) for group in groups_of(self.optimizers)]
+        return state
 
     def load_state_dict(self, saved: State) -> None:
-        rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
-        counts = check.check_saved(saved, "how many batches and overflows its windows had", rules)
-        groups = groups_of(self.optimizers) if "groups" in saved else []  # There are none in states of 0.2.0.
+        counts = check.check_saved(saved, "how many batches and overflows its windows had", _COUNTS)
+        groups = []
+        if "groups" in saved:  # States of 0.2.0 have none.
+            groups = groups_of(self.optimizers)
         settings = check.check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
-        steps = [step for each in zip(groups, settings) for step in plain_state.plan_settings(*each)]
-        self.loss_scale.load_numbers(saved.get("loss_scale"))
+        steps: list[Callable[[], object]] = []
+        for group, its in zip(groups, settings):
+            steps += plain_state.plan_settings(group, its)
+        self.loss_scale.chooser_state.load_state_dict(saved.get("loss_scale"))
         for step in steps:
             step()
         self.count.set(counts["batches"])
@@ -155,8 +168,9 @@ class Window:
 
     def can_continue_after(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error that a program may catch."""
-        can = self.is_distributed and not (is_lost(self.owner, error) or self.grads_are_reduced)
-        return can and isinstance(error, Exception) and not isinstance(error, (StopIteration, RanksDiffer))
+        if not self.is_distributed or is_lost(self.owner, error) or self.grads_are_reduced:
+            return False
+        return isinstance(error, Exception) and not isinstance(error, (StopIteration, RanksDiffer))
 
     def partial_output(self) -> StepOutput:
         output = self.ends.partial_output()

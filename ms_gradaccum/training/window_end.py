@@ -7,10 +7,10 @@ from dataclasses import replace
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
@@ -47,7 +47,9 @@ class WindowReduction(nn.Cell):
         """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
         reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
-        rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
+        rate = Tensor(math.nan, ms.float32)
+        if has_rate:
+            rate = self.learning_rate()
         reduced = reduced, done
         inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
         loss = ops.depend(self.buffer.loss * inverse, reduced)
@@ -57,9 +59,11 @@ class WindowReduction(nn.Cell):
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         bad = overflow
         if self.buffer.dropped is not None:
-            bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
+            dropped = ops.depend(self.buffer.dropped + 0.0, reduced)
+            bad = ops.logical_or(bad, ops.greater(dropped, 0.0))
+            has_no_weight = ops.logical_not(ops.greater(weight, 0.0))
             # All micro batches were dropped.
-            overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(ops.greater(weight, 0.0))))
+            overflow = ops.logical_or(overflow, ops.logical_and(bad, has_no_weight))
         report = {"loss": loss, "overflow": overflow, "loss_scale": self.loss_scale.value(), "updated": updated}
         report["grad_norm"] = norm
         report["clipped_grad_norm"] = norm
@@ -153,7 +157,7 @@ class WindowEnd(nn.Cell):
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
-        self.can_raise = device_target() == "CPU"  # Errors inside graphs were tried only on CPU.
+        self.can_raise = graphs_can_raise()
         self.broken = broken_gradient(settings.owner)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
@@ -210,10 +214,10 @@ class WindowEnd(nn.Cell):
         count = len(self.update.optimizer.parameters)
         known = len(self.reducer.parameters)
         if count != known:
-            got = f"{count} where it had {known}"
-            remedy = "Build a new step after add_param_group()."
-            rule = "one whose parameters stay the same"
-            raise ValueError(argument_error(self.reduction.owner, "optimizer", rule, got, remedy))
+            raise ValueError(
+                f"For '{self.reduction.owner}', the argument 'optimizer' must be one whose parameters stay the same, "
+                f"but got {count} where it had {known}. Build a new step after add_param_group()."
+            )
         self.is_eager = runs_eagerly(self.updates.compiles)
         return self.reduction.run(self.is_eager)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from ms_gradaccum.batch.arguments import Batch
 from ms_gradaccum.loops.model import Model
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
-from ms_gradaccum.training.train_step import TrainOneStepCell
 from simulation.cuda_stubs import stand_ins
 from simulation.report import Simulation, simulation_of
 
@@ -28,4 +28,4 @@ def simulate(
     builder = Builder.of("simulate", build)._replace(device=["CPU"])
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
     with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
-        return simulation_of(devices, job.wait(timeout, lambda phase: None))
+        return simulation_of(devices, job.wait(timeout))
