@@ -112,7 +112,7 @@ def save_state(
     checked = _checked_extra({} if extra is None else extra)
     contents = Contents(trained)
     places = _places_of(step, trained)
-    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.as_json() for place in places]}
+    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.state_dict() for place in places]}
     name = _save(contents, folder, numbers, checked)
     if current_world(_SAVE).rank == 0:
         files.keep_last(folder, keep_checkpoint_max)
@@ -316,7 +316,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
             # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
-        places = [DataPosition.of_json(place, len(everyone), random) for place in data["data"]]
+        places = [DataPosition.of_state_dict(place, len(everyone), random) for place in data["data"]]
         # An open window continues on all ranks, even on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})

@@ -222,12 +222,16 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         prepared = tuple(prepare(item, self.driver) for item in objects)
         for trained in self.windows:
             for optimizer in trained.optimizers:
-                # The optimizer may have a step() from another loop.
-                is_free = isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial))
-                if is_free and any(item is optimizer for item in objects):
-                    optimizer.step = functools.partial(self._step_of, trained)
-                    optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
+                if any(item is optimizer for item in objects):
+                    self._give_methods(optimizer, trained)
         return _one_or_all(prepared)
+
+    def _give_methods(self, optimizer: Any, trained: TrainedNetwork) -> None:
+        """Give an optimizer the methods of this loop, unless its own attribute has that name."""
+        # It may have a step() from another loop.
+        if isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial)):
+            optimizer.step = functools.partial(self._step_of, trained)
+            optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, at the first `step` of its optimizers."""
@@ -404,19 +408,18 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     def _clip(self, clip: Clip, network: nn.Cell | None) -> Tensor | None:
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
-        if any(trained.clip is not None and type(trained.clip) is not type(clip) for trained in full):
-            raise RuntimeError(
-                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
-                f"clip_grad_norm() and clip_grad_value()."
-            )
+        for trained in full:
+            if trained.clip is not None and type(trained.clip) is not type(clip):
+                raise RuntimeError(
+                    "For 'Accumulator', an update must be clipped by its norm or by value, but got both. Call one of "
+                    "clip_grad_norm() and clip_grad_value()."
+                )
         for trained in chosen:
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
         norms = [trained.reduce().grad_norm for trained in full]
-        if not norms:
-            return None
-        return norms[0]
+        return norms[0] if norms else None
 
     @overload
     def step(self) -> _Outputs: ...

@@ -27,8 +27,12 @@ from ms_gradaccum.backend.snapshot import (
 _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 # The rules for the counts of a `DataPosition` in a state.
-_COUNTS: dict[str, Callable[[object], bool]] = {"epoch": lambda epoch: is_count(epoch, -1), "first_epoch": is_count}
-_COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or is_count(count))
+_COUNTS: dict[str, Callable[[object], bool]] = {
+    "epoch": lambda epoch: is_count(epoch, -1),
+    "first_epoch": is_count,
+    "batches": lambda count: count is None or is_count(count),
+    "length": lambda count: count is None or is_count(count),
+}
 
 
 class Sources(NamedTuple):
@@ -82,19 +86,21 @@ def _draws_in_python(dataset: object) -> bool:
     """Return whether a pipeline calls Python functions in its own threads. They may draw random numbers."""
     if not isinstance(dataset, Dataset):
         return False
-    functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
-    operations, python = getattr(dataset, "operations", []), Implementation.PY
-    return (
-        (isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE))
-        or any(map(callable, functions))
-        or not all(hasattr(each, "parse") and getattr(each, "implementation", None) != python for each in operations)
-        or any(map(_draws_in_python, dataset.children))
-    )
+    if isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE):
+        return True
+    for name in ("predicate", "per_batch_map", "batch_size"):
+        if callable(getattr(dataset, name, None)):
+            return True
+    for operation in getattr(dataset, "operations", []):
+        if not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY:
+            return True
+    return any(map(_draws_in_python, dataset.children))
 
 
 def first_batch(dataset: Dataset) -> tuple[object, ...]:
     """Return the first batch of a pass that is not trained. The random states stay as they are."""
-    before, iterator = host_random_states(), dataset.create_tuple_iterator(num_epochs=1)
+    before = host_random_states()
+    iterator = dataset.create_tuple_iterator(num_epochs=1)
     batch = tuple(next(iterator))
     iterator.stop()  # Its threads draw random numbers, too.
     put_random_states(before)
@@ -143,19 +149,26 @@ class DataPosition(NamedTuple):
     random_now: State | None = None  # States of Python and NumPy to restore after the resumed pass has begun.
     first_epoch: int = 0  # Number of the pass that the sources belong to.
 
-    def as_json(self) -> State:
-        sources = self.sources and self.sources._asdict()
-        return {name: getattr(self, name) for name in _COUNTS} | {"sources": sources}
+    def state_dict(self) -> State:
+        """Return the position as JSON."""
+        return {
+            "epoch": self.epoch,
+            "first_epoch": self.first_epoch,
+            "batches": self.batches,
+            "length": self.length,
+            "sources": self.sources and self.sources._asdict(),
+        }
 
     @staticmethod
-    def of_json(saved: State, ranks: int, random_now: State) -> "DataPosition":
-        """Return the place in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
+    def of_state_dict(saved: State, ranks: int, random_now: State) -> "DataPosition":
+        """Return the position in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
         counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
         if sources is not None or counts["batches"] is not None:
             rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
-            seed, states = check_saved(sources, "the seed of its data", rules).values()
-            sources = Sources(seed, checked_random_states(states, "the state", has_device=False))
+            checked = check_saved(sources, "the seed of its data", rules)
+            states = checked_random_states(checked["random"], "the state", has_device=False)
+            sources = Sources(checked["seed"], states)
         return DataPosition(**counts, sources=sources, ranks=ranks, random_now=random_now)
 
     @property
