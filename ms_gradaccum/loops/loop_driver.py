@@ -232,13 +232,11 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
 
     def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
+        # After an error of a listener, the program may step again.
         self.events.tell("on_update_begin")
-        return self.close(trained, trained.clip or clip)
-
-    def close(self, window: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
-        output = window.close(clip)
+        output = trained.close(trained.clip or clip)
         if output.is_updated:
-            self._note_update(window)
+            self._note_update(trained)
         self.events.update_end(output)
         return output
 

@@ -12,7 +12,6 @@ from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.arguments import Args, Kwargs
-from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
@@ -71,9 +70,17 @@ class WindowDriver(Generic[_W]):
         self.is_last_batch = self.batches >= steps
         self.events.batches += 1
 
-    def close(self, window: _W, clip: Clip | None = None) -> StepOutput:
-        """End the window of one network. The listeners have heard of its update before."""
-        output = window.close(clip)
+    def close(self, window: _W) -> StepOutput:
+        """End the window of one network, and tell the listeners before and after."""
+        try:
+            self.events.tell("on_update_begin")
+        except BaseException as error:
+            # Otherwise its rows would be in the next window, too.
+            window.discard(for_all=True)
+            if window.can_continue_after(error):
+                self.events.update_end(window.close())
+            raise
+        output = window.close()
         self.events.update_end(output)
         return output
 
@@ -135,20 +142,9 @@ class HostDrivenStep(Step):
 
     def _end_batch(self) -> StepOutput:
         if self.driver.is_last_batch:
-            return self._close()
+            return self.driver.close(self.window)
         self.window.count.set(self.driver.batches)
         return self.window.partial_output()
-
-    def _close(self) -> StepOutput:
-        try:
-            self.events.tell("on_update_begin")
-        except BaseException as error:
-            # Otherwise its rows would be in the next window, too.
-            self.window.discard(for_all=True)
-            if self.window.can_continue_after(error):
-                self.driver.close(self.window)
-            raise
-        return self.driver.close(self.window)
 
     def open_batches(self) -> int:
         return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
@@ -156,7 +152,7 @@ class HostDrivenStep(Step):
     def flush(self) -> StepOutput | None:
         if not self.driver.begin_flush(self.open_batches()):
             return None
-        output = self._close()
+        output = self.driver.close(self.window)
         if not (output.is_updated or output.has_overflow):
             return None
         return output
