@@ -15,7 +15,7 @@ from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind
-from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, refuse_partition
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Observed

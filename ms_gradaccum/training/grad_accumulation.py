@@ -30,7 +30,8 @@ from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
 from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.network_precision import in_precision
 
 _OWNER = "GradAccumulation"
 # Cells of MindSpore that split a batch themselves, and the advice for each.
