@@ -5,8 +5,13 @@ from collections.abc import Iterable
 from mindspore import Parameter, nn
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.advice.loss_measurement import BATCH_NORMS, IN_TRAINING_ONLY
 from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.training_cells import (
+    BATCH_NORMS,
+    IN_TRAINING_ONLY,
+    acts_otherwise_in_training,
+    follows_mode,
+)
 
 FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
 
@@ -14,7 +19,7 @@ FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback
 def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
-    norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and takes_batch_statistics(cell)]
+    norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and acts_otherwise_in_training(cell)]
     if norms and (adds_batches or network.micro_size > 1):
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
@@ -52,16 +57,6 @@ def frozen_cell(network: nn.Cell) -> str:
         if is_idle and (in_training or id(cell) in frozen):
             return f"{cell.cls_name} {name!r}"
     return ""
-
-
-def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell follows its mode: not a BatchNorm with a fixed setting, nor a Dropout with p = 0."""
-    return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
-
-
-def takes_batch_statistics(norm: nn.Cell) -> bool:
-    """Return whether a BatchNorm uses the statistics of its batch."""
-    return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
 def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:

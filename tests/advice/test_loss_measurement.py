@@ -137,7 +137,7 @@ def measured(monkeypatch):
     found = []
     measure = LossMeasurement._measure
     monkeypatch.setattr(
-        LossMeasurement, "_measure", lambda self, *args: (found.append(self.batches), measure(self, *args))[1]
+        LossMeasurement, "_measure", lambda self, *args: (found.append(self.schedule.batches), measure(self, *args))[1]
     )
     return found
 

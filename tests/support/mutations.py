@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "a loss that misses the mean of its parts is taken for rounding",
         "advice/loss_measurement.py",
-        "        if error <= self._tolerance(losses) or not math.isfinite(losses[0].value):\n",
-        "        if error <= 10 or not math.isfinite(losses[0].value):\n",
+        "        if self.losses.error(whole, *parts) <= self.losses.rounding(whole, *parts):\n",
+        "        if self.losses.error(whole, *parts) <= 10:\n",
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from mindspore import nn
 
 from ms_gradaccum._checks import listed
-from ms_gradaccum.advice.loss_measurement import BATCH_NORMS, DROPOUTS, HIDE, acts_otherwise_in_training
+from ms_gradaccum.advice.loss_measurement import HIDE
+from ms_gradaccum.backend.training_cells import BATCH_NORMS, DROPOUTS, acts_otherwise_in_training
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, is_finite, misfit
 
 _NUM_SHOWN = 5

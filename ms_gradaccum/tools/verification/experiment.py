@@ -12,7 +12,8 @@ from ms_gradaccum.advice.ambiguous_inputs import warn_of_split
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.snapshot import STATISTICS, Array, Snapshot, as_array, set_mode
+from ms_gradaccum.backend.snapshot import Array, Snapshot, as_array
+from ms_gradaccum.backend.training_cells import STATISTICS, evaluate, set_mode
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
@@ -81,6 +82,7 @@ class Start(Snapshot):
         # If some cells are in training mode, the others were frozen. Otherwise no training has begun.
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
+        self.statistics = [vars(cell).get(STATISTICS) for cell in self.cells]
         self.is_16_bit = computes_in_16_bits(self.parameters(), self.cells)
 
     def parameters(self) -> list[Parameter]:
@@ -91,14 +93,14 @@ class Start(Snapshot):
         tensors = self.tensors.tensors
         return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
 
-    def begin(self, frozen: tuple[str, ...], same_random: bool = True) -> None:
+    def begin(self, frozen: tuple[type[nn.Cell], ...], same_random: bool = True) -> None:
         """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
         self.tensors.put_back()
         if same_random:
             self.put_back_random()
-        for cell, training, attributes in zip(self.cells, self.trained, self.attributes):
-            set_mode(cell, training, attributes.get(STATISTICS))
-        self.evaluate(frozen)
+        for mode in zip(self.cells, self.trained, self.statistics):
+            set_mode(*mode)
+        evaluate(self.cells, frozen)
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Experiment:
     inputs: tuple[Any, ...]
     reference: nn.Cell | None
     start: Start
-    frozen: tuple[str, ...] = ()  # Cells with one of these words in their class name are in evaluation mode.
+    frozen: tuple[type[nn.Cell], ...] = ()  # MindSpore's own cells of these kinds are in evaluation mode.
     compiles: bool = False
 
     def __post_init__(self) -> None:

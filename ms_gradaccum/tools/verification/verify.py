@@ -11,6 +11,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import first_line, require
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
+from ms_gradaccum.backend.training_cells import DROPOUTS
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
@@ -171,7 +172,7 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
 
 def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     """Compare the window op by op and compiled, without dropout, because its masks cannot be repeated."""
-    eager, how = replace(experiment, frozen=("Dropout",)), "run op by op"
+    eager, how = replace(experiment, frozen=DROPOUTS), "run op by op"
     try:
         with execution_mode(ms.PYNATIVE_MODE):
             first, again, slow = _run_twice(eager)
