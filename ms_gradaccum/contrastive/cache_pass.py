@@ -1,8 +1,8 @@
 """The pass before the micro steps of a batch, which finds the gradient of a `GradCacheLoss`."""
 
+import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum.backend.arithmetic import ONE
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Eager, Method, like_mode
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
@@ -26,6 +26,8 @@ _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
+Tensors = tuple[Tensor, ...]
+
 
 class AllRows(NamedTuple):
     """The outputs and the labels of all processes."""
@@ -36,60 +38,66 @@ class AllRows(NamedTuple):
     labels: list[Tensor]
 
 
-class LossGrads(NamedTuple):
-    """The loss of all rows, and its gradients."""
-
-    loss: Tensor
-    cache: tuple[Tensor, ...]  # With respect to the floating-point outputs.
-    own: tuple[Tensor, ...]  # With respect to the parameters of the loss.
-
-
 class CachePass(Preparation):
     """The pass before the micro steps of a `GradCacheLoss`, compiled with the mode and the settings of ``like``."""
 
     def __init__(
-        self, network: nn.Cell, batch_axis: BatchAxis, settings: StepSettings, like: nn.Cell, reducer: GradientReducer
+        self,
+        network: nn.Cell,
+        batch_axis: BatchAxis,
+        settings: StepSettings,
+        like: nn.Cell,
+        reducer: GradientReducer,
     ) -> None:
+        _check_settings(settings, reducer, network.loss_fn)
         self.owner = settings.owner
         self.network = network
         self.batch_axis = batch_axis
         self.like = like
         self.reducer = reducer
-        _check_settings(settings, reducer, network.loss_fn)
         # The largest rounding difference between the two passes, relative to the largest number of a row.
         self.max_distance = TOLERANCES[mstype.float16 if like.micro_loss.half else mstype.float32].tensors
         self.state = _State(network.backbone, like.parameters)
-        self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, "the state of the network")
-        self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, "the state of the network")
-        # The keys are the structures of the inputs.
-        self.forwards: dict[SequenceOf, Compiled] = {}
-        self.losses: dict[Hashable, Compiled] = {}
+        what = "the state of the network"
+        self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, what)
+        self.restore_state = Compiled(lambda: Method(self.state, "restore"), self.owner, what)
+        self.compiled: list[Compiled] = []
+        self.forward_for = functools.cache(self._build_forward)
+        self.loss_for = functools.cache(self._build_loss)
 
     def compiled_cells(self) -> list[Compiled]:
-        return [*self.forwards.values(), *self.losses.values()]
+        return self.compiled
 
-    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool) -> tuple[SplitBatch, int]:
+    def prepare(
+        self,
+        inputs: tuple[object, ...],
+        batch: SplitBatch,
+        rows: int,
+        eager: bool,
+    ) -> tuple[SplitBatch, int]:
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
         structure = SequenceOf(tuple, batch.structure.children[:end])
-        labels = Flattened(inputs[end:], spread_axes(self.batch_axis, inputs)[end:])
-        firsts = self._outputs(structure, batch.micro_batches, eager)
-        outputs = [ops.concat(list(parts)) if len(parts) > 1 else parts[0] for parts in zip(*firsts)]
+        axes = spread_axes(self.batch_axis, inputs)
+        labels = Flattened(inputs[end:], axes[end:])
+        outputs_of_parts = self._outputs(structure, batch.micro_batches, eager)
+        outputs = [*map(_concat, zip(*outputs_of_parts))]
         floats = _floats_among(outputs)
         whole = self._gathered(rows, outputs, labels)
-        loss, cache, own = self._loss(whole, labels.structure, floats, eager)
+        loss, cache, own_grads = self._loss_and_grads(whole, labels.structure, floats, eager)
         counts = [part.rows for part in batch.micro_batches]
         bounds = [*pairwise(accumulate(counts, initial=whole.begin))]
-        cache_of_parts = zip(*(cut(grad, 0, bounds) for grad in cache))
+        cache_of_parts = zip(*(cut(grads, 0, bounds) for grads in cache))
         prepared = []
-        for part, first, grads in zip(batch.micro_batches, firsts, cache_of_parts):
+        for part, firsts, grads in zip(batch.micro_batches, outputs_of_parts, cache_of_parts):
             given = structure.rebuild(part.tensors)
-            prepared.append(Flattened((loss, own, tuple(first[i] for i in floats), grads, *given)))
+            firsts = tuple(firsts[i] for i in floats)
+            prepared.append(Flattened((loss, own_grads, firsts, grads, *given)))
         parts = [MicroBatch(count, each.tensors) for count, each in zip(counts, prepared)]
         return SplitBatch(prepared[0].structure, parts), whole.total
 
-    def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
+    def check(self, outputs: Sequence[Tensors]) -> None:
         """Raise if the outputs of the micro steps differ from the outputs of this pass."""
         for _, _, _, distances in outputs:
             for distance in distances.asnumpy():
@@ -99,17 +107,19 @@ class CachePass(Preparation):
     def join(self) -> None:
         self.reducer.gather_rows(0, [])
 
-    def _outputs(self, structure: SequenceOf, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+    def _outputs(
+        self,
+        structure: SequenceOf,
+        micro_batches: list[MicroBatch],
+        eager: bool,
+    ) -> list[Tensors]:
         """Return the network's outputs for each micro batch, and undo the changes of these forward passes."""
-        run = self.forwards.get(structure)
-        if run is None:
-            build = partial(Forward, self.network, structure)
-            run = self.forwards[structure] = self._compiled(build, "the network", self.network.backbone)
+        run = self.forward_for(structure, eager)
         if not self.state.parameters:
-            return _outputs_of_each(run, micro_batches, eager)
+            return _outputs_of_each(run, micro_batches)
         values = self.save_state(NOTHING)
         try:
-            return _outputs_of_each(run, micro_batches, eager)
+            return _outputs_of_each(run, micro_batches)
         finally:
             self.restore_state(*values)
 
@@ -128,24 +138,56 @@ class CachePass(Preparation):
             all_labels.append(label)
         return AllRows(begin, total, gathered[: len(outputs)], all_labels)
 
-    def _loss(self, rows: AllRows, labels: SequenceOf, floats: tuple[int, ...], eager: bool) -> LossGrads:
-        """Return the loss of all rows, for labels of this structure, with its gradients."""
-        loss_fn = self.network.loss_fn
-        key = (labels, tuple(str(output.dtype) for output in rows.outputs))
-        run = self.losses.get(key)
-        if run is None:
-            build = partial(LossAndCache, loss_fn, len(rows.outputs), labels, floats)
-            # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
-            run = self.losses[key] = self._compiled(build, "the loss", loss_fn, needs_fixed=True)
-        loss, grads = _called(run, (*rows.outputs, *rows.labels), eager)
-        cache, own = grads if run.cell.has_own else (grads, ())
-        if not isinstance(cache, tuple):  # MindSpore returns a single gradient outside of a tuple.
-            cache = (cache,)
+    def _loss_and_grads(
+        self,
+        rows: AllRows,
+        labels: SequenceOf,
+        floats: tuple[int, ...],
+        eager: bool,
+    ) -> tuple[Tensor, Tensors, Tensors]:
+        """Return the loss of all rows, and its gradients for their outputs and for its own parameters."""
+        dtypes = tuple(str(output.dtype) for output in rows.outputs)
+        run = self.loss_for(labels, floats, dtypes, eager)
+        loss, grads = run(*rows.outputs, *rows.labels)
+        own: Tensors = ()
+        if run.cell.has_own:
+            grads, own = grads
+        if not isinstance(grads, tuple):  # MindSpore returns a single gradient outside of a tuple.
+            grads = (grads,)
         # Otherwise MindSpore would differentiate the loss once more through them, op by op.
-        return LossGrads(ops.stop_gradient(loss), _detached(cache), _detached(own))
+        detach = ops.stop_gradient
+        grads = tuple(map(detach, grads))
+        own = tuple(map(detach, own))
+        return detach(loss), grads, own
 
-    def _compiled(self, build: Callable[[], nn.Cell], what: str, code: nn.Cell, needs_fixed: bool = False) -> Compiled:
-        return Compiled(lambda: like_mode(build(), self.like), self.owner, what, code, needs_fixed)
+    def _build_forward(self, structure: SequenceOf, eager: bool) -> Compiled | Eager:
+        def make() -> nn.Cell:
+            return like_mode(Forward(self.network, structure), self.like)
+
+        if eager:
+            return Eager(make(), forgets=False)
+        run = Compiled(make, self.owner, "the network", self.network.backbone)
+        self.compiled.append(run)
+        return run
+
+    def _build_loss(
+        self,
+        labels: SequenceOf,
+        floats: tuple[int, ...],
+        dtypes: tuple[str, ...],
+        eager: bool,
+    ) -> Compiled | Eager:
+        loss_fn = self.network.loss_fn
+
+        def make() -> nn.Cell:
+            return like_mode(LossAndCache(loss_fn, len(dtypes), labels, floats), self.like)
+
+        if eager:
+            return Eager(make(), forgets=False)
+        # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
+        run = Compiled(make, self.owner, "the loss", loss_fn, needs_fixed=True)
+        self.compiled.append(run)
+        return run
 
     def _message_of(self, distance: float) -> str:
         drawn = random_cells(self.network.backbone)
@@ -165,23 +207,28 @@ class Forward(nn.Cell):
         self.network = network
         self.unflatten = structure.as_cell()
 
-    def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.network.outputs(self.unflatten(tensors))
-        return outputs
+    def construct(self, *tensors: Tensor) -> Any:
+        return self.network.outputs(self.unflatten(tensors))
 
 
 class LossAndCache(nn.Cell):
     """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf, floats: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        loss_fn: nn.Cell,
+        count: int,
+        labels: SequenceOf,
+        floats: tuple[int, ...],
+    ) -> None:
         super().__init__(auto_prefix=False)
+        loss = _WholeLoss(loss_fn, count, labels)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
-        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, count, labels), floats, own or None)
+        self.loss_and_grads = ops.value_and_grad(loss, floats, own or None)
 
-    def construct(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        found: tuple[Tensor, tuple[Tensor, ...]] = self.loss_and_grads(*tensors)
-        return found
+    def construct(self, *tensors: Tensor) -> Any:
+        return self.loss_and_grads(*tensors)
 
 
 class _WholeLoss(RowWeight):
@@ -191,7 +238,8 @@ class _WholeLoss(RowWeight):
         self.unflatten_labels = labels.as_cell()
 
     def construct(self, *tensors: Tensor) -> Tensor:
-        returned = self.network(*tensors[: self.count], *self.unflatten_labels(tensors[self.count :]))
+        labels = self.unflatten_labels(tensors[self.count :])
+        returned = self.network(*tensors[: self.count], *labels)
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)
         return loss
@@ -203,12 +251,13 @@ class _State(nn.Cell):
     def __init__(self, network: nn.Cell, updated: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         known = set(map(id, updated))
-        self.parameters = ParameterTuple(each for each in network.get_parameters() if id(each) not in known)
+        others = [each for each in network.get_parameters() if id(each) not in known]
+        self.parameters = ParameterTuple(others)
 
-    def save(self, nothing: Tensor) -> tuple[Tensor, ...]:
+    def save(self, nothing: Tensor) -> Tensors:
         return map_tensors(_copy, self.parameters)
 
-    def restore(self, *values: Tensor) -> tuple[Tensor, ...]:
+    def restore(self, *values: Tensor) -> Tensors:
         return map_tensors(ops.assign, self.parameters, values)
 
 
@@ -221,18 +270,24 @@ def random_cells(network: nn.Cell) -> str:
     found = []
     for name, cell in network.cells_and_names():
         if _draws(cell):
-            kind = type(cell).__name__
-            found.append(f"{kind} {name!r}" if name else kind)
+            text = type(cell).__name__
+            if name:
+                text += f" {name!r}"
+            found.append(text)
     return ", ".join(found[:5])
 
 
 def _draws(cell: nn.Cell) -> bool:
-    if not cell.training or getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
+    if not cell.training:
+        return False
+    if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
     if isinstance(cell, _DROPOUTS):
         return True
-    operators = (each.name for each in vars(cell).values() if isinstance(each, ops.Primitive))
-    return any(map(_DRAWS.search, operators))
+    for value in vars(cell).values():
+        if isinstance(value, ops.Primitive) and _DRAWS.search(value.name):
+            return True
+    return False
 
 
 def _check_settings(settings: StepSettings, reducer: GradientReducer, loss_fn: nn.Cell) -> None:
@@ -255,10 +310,10 @@ def _check_settings(settings: StepSettings, reducer: GradientReducer, loss_fn: n
         )
 
 
-def _outputs_of_each(run: Compiled, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+def _outputs_of_each(run: Compiled | Eager, micro_batches: list[MicroBatch]) -> list[Tensors]:
     found = []
     for rows, tensors in micro_batches:
-        outputs = _called(run, tensors, eager)
+        outputs = run(*tensors)
         check_rows(outputs, rows)
         found.append(outputs)
     return found
@@ -277,16 +332,13 @@ def _floats_among(outputs: list[Tensor]) -> tuple[int, ...]:
     return floats
 
 
-def _called(run: Compiled, tensors: Sequence[Tensor], eager: bool) -> Any:
-    if not eager:
-        return run(*tensors)
-    with op_by_op():
-        return run.cell(*tensors)
-
-
-def _detached(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(map(ops.stop_gradient, grads))
+def _concat(parts: Tensors) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return ops.concat(parts)
 
 
 def _moved(tensor: Tensor, axis: int, to: int) -> Tensor:
-    return tensor if axis == to else ops.movedim(tensor, axis, to)
+    if axis == to:
+        return tensor
+    return ops.movedim(tensor, axis, to)

@@ -9,7 +9,7 @@ from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
 OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
-HALF = (ms.float16, ms.bfloat16)
+_HALF = (ms.float16, ms.bfloat16)
 
 
 class CachedLoss(WeightedLoss):
@@ -26,19 +26,23 @@ class CachedLoss(WeightedLoss):
         self.own = ParameterTuple(network.loss_fn.trainable_params())
 
     def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        items = tensors if self.unflatten is None else self.unflatten(tensors)
-        loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
+        items = tensors
+        if self.unflatten is not None:
+            items = self.unflatten(tensors)
+        loss = items[0]
+        own_grads = items[1]
+        firsts = items[2]
+        cache = items[3]
         start = Tensor(0.0, ms.float32)
         # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.
         for i, parameter in enumerate(self.own):
             start = start + _product(parameter, own_grads[i]) * share
-        place = 0
         distances: tuple[Tensor, ...] = ()
         for output in self.network.outputs(items[4:]):
             if output.dtype in mstype.float_type:
-                start = start + _product(output, cache[place])
-                distances += (distance(ops.stop_gradient(output), firsts[place]),)
-                place += 1
+                i = len(distances)
+                start = start + _product(output, cache[i])
+                distances += (distance(ops.stop_gradient(output), firsts[i]),)
         # This has the value of the loss and the gradient of ``start``.
         value = scalar(loss) * share + (start - ops.stop_gradient(start))
         return value, share, ops.stack(distances)
@@ -46,20 +50,31 @@ class CachedLoss(WeightedLoss):
 
 def distance(second: Tensor, first: Tensor) -> Tensor:
     """Return the largest difference of two outputs, relative to the largest number in its row. NaN equals NaN."""
-    same = ops.logical_or(second == first, ops.logical_and(ops.isnan(second), ops.isnan(first)))
+    both_nan = ops.logical_and(ops.isnan(second), ops.isnan(first))
+    is_same = ops.logical_or(second == first, both_nan)
     zeros = ops.zeros_like(first)
-    difference = ops.select(same, zeros, ops.abs(second - first)).reshape((first.shape[0], -1))
-    size = ops.select(ops.isfinite(first), ops.abs(first), zeros).reshape((first.shape[0], -1))
-    rows = ops.amax(size, 1)
+    differences = _row_maxima(ops.select(is_same, zeros, ops.abs(second - first)))
     # The rounding error of an element may be that of the row's largest one.
-    least = ops.maximum(ops.amax(size) * 0.01, Tensor(1e-30, ms.float32))
-    return scalar(ops.amax(ops.amax(difference, 1) / ops.maximum(rows, least)))
+    finite = ops.select(ops.isfinite(first), first, zeros)
+    sizes = _row_maxima(ops.abs(finite))
+    least = ops.maximum(ops.amax(sizes) * 0.01, Tensor(1e-30, ms.float32))
+    return scalar(ops.amax(differences / ops.maximum(sizes, least)))
+
+
+def _row_maxima(values: Tensor) -> Tensor:
+    rows = values.reshape((values.shape[0], -1))
+    return ops.amax(rows, 1)
 
 
 def _product(values: Tensor, grads: Tensor) -> Tensor:
-    if values.dtype in HALF:
-        values, grads = ops.cast(values, ms.float32), ops.cast(grads, ms.float32)
-    return scalar(ops.sum(values * grads))
+    return scalar(ops.sum(widened(values) * widened(grads)))
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return 16-bit numbers in float32, where the gradients of a mean over many rows do not underflow."""
+    if values.dtype in _HALF:
+        return ops.cast(values, ms.float32)
+    return values
 
 
 def check_rows(outputs: tuple[Tensor, ...], rows: int) -> None:

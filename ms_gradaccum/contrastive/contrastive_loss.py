@@ -14,6 +14,7 @@ _OWNER = "ContrastiveLoss"
 # A graph contains a copy of the loop's body for each block.
 _MOST_BLOCKS = 32
 _NONE = -1e30
+Tensors = tuple[Tensor, ...]
 
 
 class ContrastiveLoss(FrozenAfterInit, nn.Cell):
@@ -86,30 +87,38 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         self._is_built = True
 
     def construct(self, first: Tensor, *rest: Tensor) -> Tensor:
-        if len(rest) not in ((1,) if self.towers == 1 else (1, 2)):
-            _refuse_inputs(self.towers, 1 + len(rest))
-        second = first if self.towers == 1 else rest[0]
-        labels = rest[self.towers - 1] if len(rest) == self.towers else None
-        _check_shapes(first.shape, second.shape, None if labels is None else labels.shape)
-        first, second = self._unit(first), self._unit(second)
-        scaled = first * ops.exp(self.logit_scale)
+        shapes: tuple[tuple[int, ...], ...] = (first.shape,)
+        for each in rest:
+            shapes += (each.shape,)
+        _check_shapes(self.towers, shapes)
+        first = self._unit(first)
+        second = first
+        if self.towers == 2:
+            second = self._unit(rest[0])
         # Sums over the positives of each row, equal in both directions, which share the labels.
-        others, counts = second, ops.ones((first.shape[0],), ms.float32)
-        if labels is not None:
-            numbers = ops.stop_gradient(label_numbers(labels))
-            others = ops.gather(ops.unsorted_segment_sum(second, numbers, first.shape[0]), numbers, 0)
-            counts = ops.gather(ops.unsorted_segment_sum(counts, numbers, first.shape[0]), numbers, 0)
+        sums = second
+        counts = ops.ones((first.shape[0],), ms.float32)
+        if len(rest) == self.towers:
+            numbers = ops.stop_gradient(label_numbers(rest[-1]))
+            sums = _sum_alike(sums, numbers)
+            counts = _sum_alike(counts, numbers)
         if self.towers == 1:
-            others, counts = others - second, counts - 1.0
+            sums = sums - second
+            counts = counts - 1.0
         one = Tensor(1.0, ms.float32)
-        counted = as_dtype(counts > 0, ms.float32)
-        weights = counted / ops.maximum(counted.sum(), one)
-        positives = (scaled * others).sum(1) / ops.maximum(counts, one)
-        return self.log_sum_exps(scaled, second, weights / self.towers)[0] - (positives * weights).sum()
+        has_positive = as_dtype(counts > 0, ms.float32)
+        weights = has_positive / ops.maximum(has_positive.sum(), one)
+        scaled = first * ops.exp(self.logit_scale)
+        positives = (scaled * sums).sum(1) / ops.maximum(counts, one)
+        log_sum_exps = self.log_sum_exps(scaled, second, weights / self.towers)[0]
+        return log_sum_exps - (positives * weights).sum()
 
     def _unit(self, rows: Tensor) -> Tensor:
         rows = as_dtype(rows, ms.float32)
-        return rows * ops.rsqrt(ops.square(rows).sum(1, keepdims=True) + 1e-12) if self.normalize else rows
+        if not self.normalize:
+            return rows
+        squares = ops.square(rows).sum(1, keepdims=True)
+        return rows * ops.rsqrt(squares + 1e-12)
 
 
 class LogSumExps(nn.Cell):
@@ -123,22 +132,25 @@ class LogSumExps(nn.Cell):
         super().__init__(auto_prefix=False)
         self.block_rows = block_rows
         self.is_one = is_one
-        self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
 
-    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> Tensors:
         """Return the sum (for one tower, only along the rows of ``a``) and the logarithms for the backward pass."""
-        by_row: tuple[Tensor, ...] = ()
+        by_row: Tensors = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
         for begin, end in blocks_of(a.shape[0], self.block_rows):
             # The blocks run one after the other, so that their products do not exist at the same time.
-            products = self.products(ops.depend(a[begin:end], (by_row, by_column)), b, begin, end)
-            by_row += (ops.amax(products, 1) - ops.amax(self.along_row(products), 1),)
+            part = ops.depend(a[begin:end], (by_row, by_column))
+            products = self.products(part, b, begin, end)
+            by_row += (_log_sum_exp(products, 1),)
             if not self.is_one:
-                own = ops.amax(products, 0) - ops.amax(self.along_column(products), 0)
+                own = _log_sum_exp(products, 0)
                 larger = ops.maximum(by_column, own)
-                by_column = larger + ops.log(ops.exp(by_column - larger) + ops.exp(own - larger))
+                shares = ops.exp(by_column - larger) + ops.exp(own - larger)
+                by_column = larger + ops.log(shares)
         rows = ops.concat(by_row)
-        total = rows if self.is_one else rows + by_column
+        total = rows
+        if not self.is_one:
+            total = rows + by_column
         return (total * weights).sum(), rows, by_column
 
     def products(self, part: Tensor, b: Tensor, begin: int, end: int) -> Tensor:
@@ -150,58 +162,87 @@ class LogSumExps(nn.Cell):
         return products
 
     def bprop(
-        self, a: Tensor, b: Tensor, weights: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        a: Tensor,
+        b: Tensor,
+        weights: Tensor,
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients. The products are computed again."""
-        rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
         logs = ops.log(weights)
-        longer_b = ops.concat((b, columns), 1)
-        shifted_b = ops.concat((b, (logs - out[2]).reshape(-1, 1)), 1)
-        a_grads: tuple[Tensor, ...] = ()
+        ones = ops.ones(logs.shape, ms.float32)
+        longer_b = _lengthened(b, ones)
+        shifted_b = _lengthened(b, logs - out[2])
+        row_shifts = logs - out[1]
+        a_grads: Tensors = ()
         b_grad = ops.zeros(b.shape, ms.float32)
-        for begin, end in blocks_of(rows, self.block_rows):
+        for begin, end in blocks_of(b.shape[0], self.block_rows):
             part = ops.depend(a[begin:end], (a_grads, b_grad))
-            shifted = ops.concat((part, (logs - out[1])[begin:end].reshape(-1, 1)), 1)
+            shifted = _lengthened(part, row_shifts[begin:end])
             shares = ops.exp(self.products(shifted, longer_b, begin, end))
             if not self.is_one:
-                shares = shares + ops.exp(ops.matmul(ops.concat((part, columns[begin:end]), 1), shifted_b.T))
+                longer = _lengthened(part, ones[begin:end])
+                shares = shares + ops.exp(ops.matmul(longer, shifted_b.T))
             a_grads += (ops.matmul(shares, b),)
             b_grad = b_grad + ops.matmul(shares.T, part)
-        return ops.concat(a_grads) * dout[0], b_grad * dout[0], ops.zeros(weights.shape, ms.float32)
+        a_grad = ops.concat(a_grads)
+        return a_grad * dout[0], b_grad * dout[0], ops.zeros_like(weights)
+
+
+def _log_sum_exp(products: Tensor, axis: int) -> Tensor:
+    log_shares = ops.LogSoftmax(axis)(products)
+    return ops.amax(products, axis) - ops.amax(log_shares, axis)
+
+
+def _lengthened(rows: Tensor, column: Tensor) -> Tensor:
+    """Return rows with one more element each."""
+    return ops.concat((rows, column.reshape(-1, 1)), 1)
+
+
+def _sum_alike(values: Tensor, numbers: Tensor) -> Tensor:
+    """Return for each row the sum of all rows with its number."""
+    sums = ops.unsorted_segment_sum(values, numbers, values.shape[0])
+    return ops.gather(sums, numbers, 0)
 
 
 def label_numbers(labels: Tensor) -> Tensor:
     """Number the labels from 0; equal labels get the same number."""
     ordered, places = ops.sort(labels.reshape(-1))
-    # For a single label the slice would be empty, which MindSpore's kernels refuse.
-    before = ops.gather(ordered, ops.maximum(ops.arange(ordered.shape[0]) - 1, 0), 0)
-    numbers = ops.cumsum(ops.cast(ops.not_equal(ordered, before), ms.float32), 0)
+    # For a single label a slice would be empty, which MindSpore's kernels refuse.
+    index_before = ops.maximum(ops.arange(ordered.shape[0]) - 1, 0)
+    is_new = ops.not_equal(ordered, ops.gather(ordered, index_before, 0))
+    numbers = ops.cumsum(ops.cast(is_new, ms.float32), 0)
     # Restore the order of the rows.
-    return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
+    ranks = ops.sort(ops.cast(places, ms.int32))[1]
+    return ops.cast(ops.gather(numbers, ranks, 0), ms.int32)
 
 
 @primexpr
 def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
     """Return the begin and end of each block of rows."""
     size = max(block_rows, -(-rows // _MOST_BLOCKS))
-    return tuple((begin, min(begin + size, rows)) for begin in range(0, rows, size))
+    begins = range(0, rows, size)
+    return tuple((begin, min(begin + size, rows)) for begin in begins)
 
 
 @primexpr
-def _refuse_inputs(towers: int, count: int) -> None:
-    inputs = "representations and labels" if towers == 1 else "two representations, and labels or not"
-    raise ValueError(
-        f"For '{_OWNER}', the inputs with towers={towers} must be {inputs}, but got {count}. Give the outputs of the "
-        f"network first, and then the labels."
-    )
-
-
-@primexpr
-def _check_shapes(first: tuple[int, ...], second: tuple[int, ...], labels: tuple[int, ...] | None) -> None:
-    if len(first) == 2 and tuple(first) == tuple(second) and (labels is None or math.prod(labels) == first[0]):
-        return
-    shapes = ", ".join(str(tuple(shape)) for shape in (first, second, labels) if shape is not None)
-    raise ValueError(
-        f"For '{_OWNER}', the representations must be of one shape (rows, length), with a label for each row if there "
-        f"are labels, but got {shapes}. Project what the towers return to one length."
-    )
+def _check_shapes(towers: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Raise unless the inputs are the representations of so many towers, and labels where they are needed."""
+    if not 2 <= len(shapes) <= towers + 1:
+        inputs = "two representations, and labels or not"
+        if towers == 1:
+            inputs = "representations and labels"
+        raise ValueError(
+            f"For '{_OWNER}', the inputs with towers={towers} must be {inputs}, but got {len(shapes)}. Give the "
+            f"outputs of the network first, and then the labels."
+        )
+    first = shapes[0]
+    fits = len(first) == 2 and first == shapes[towers - 1]
+    for labels in shapes[towers:]:
+        fits = fits and math.prod(labels) == first[0]
+    if not fits:
+        raise ValueError(
+            f"For '{_OWNER}', the representations must be of one shape (rows, length), with a label for each row if "
+            f"there are labels, but got {', '.join(map(str, shapes))}. Project what the towers return to one length."
+        )

@@ -4,23 +4,21 @@ After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory 
 """
 
 from collections.abc import Callable
+from typing import NoReturn
 
-import mindspore as ms
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int, require
-from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_cell, check_construct, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
 from ms_gradaccum.contrastive.cache_pass import CachePass
-from ms_gradaccum.contrastive.cached_loss import HALF, OUTPUT_REMEDY, CachedLoss
+from ms_gradaccum.contrastive.cached_loss import OUTPUT_REMEDY, CachedLoss, widened
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "GradCacheLoss"
-_SETTING_REMEDY = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
 
 
 class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
@@ -85,7 +83,8 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
         remedy = "It counts the last inputs, which go to loss_fn."
         self.labels = check_int(_OWNER, "labels", labels, remedy)
-        require(labels >= 0, _OWNER, "labels", "an int of at least 0", labels, remedy)
+        if labels < 0:
+            raise ValueError(argument_error(_OWNER, "labels", "an int of at least 0", labels, remedy))
         self._get_attr_from_cell(backbone)
         self._is_built = True
 
@@ -96,14 +95,24 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
 
     def preparation(
-        self, batch_axis: BatchAxis, settings: StepSettings, like: nn.Cell, reducer: GradientReducer
+        self,
+        batch_axis: BatchAxis,
+        settings: StepSettings,
+        like: nn.Cell,
+        reducer: GradientReducer,
     ) -> CachePass:
         return CachePass(self, batch_axis, settings, like, reducer)
 
-    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> CachedLoss:
-        name = "GradAccumulation"
-        require(not weighted, name, "weighted", f"False for a {_OWNER}", weighted, _SETTING_REMEDY)
-        require(losses is None, name, "losses", f"None for a {_OWNER}", repr(losses), _SETTING_REMEDY)
+    def prepared_loss(
+        self,
+        structure: SequenceOf | None,
+        weighted: object,
+        losses: object,
+    ) -> CachedLoss:
+        if weighted:
+            _refuse_setting("weighted", False, weighted)
+        if losses is not None:
+            _refuse_setting("losses", None, losses)
         return CachedLoss(self, structure)
 
     def around(self, backbone: nn.Cell) -> "GradCacheLoss":
@@ -112,14 +121,21 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of the backbone in the form that `loss_fn` takes."""
         returned = self.backbone(*inputs)
-        items = returned if isinstance(returned, (tuple, list)) else (returned,)
+        if not isinstance(returned, (tuple, list)):
+            returned = (returned,)
         outputs: tuple[Tensor, ...] = ()
-        for item in items:
-            if not isinstance(item, Tensor):
+        for output in returned:
+            if not isinstance(output, Tensor):
                 _refuse_output()
-            # In 16 bits the gradients of a mean over many rows would underflow.
-            outputs += (as_dtype(item, ms.float32) if item.dtype in HALF else item,)
+            outputs += (widened(output),)
         return outputs
+
+
+def _refuse_setting(name: str, value: object, got: object) -> NoReturn:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument '{name}' must be {value} for a {_OWNER}, but got {got!r}. Its loss_fn "
+        f"returns one number, the loss of the batch, which counts by its rows."
+    )
 
 
 @primexpr

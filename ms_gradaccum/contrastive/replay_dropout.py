@@ -6,13 +6,13 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int, require
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ReplayDropout"
 # Odd constants of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
-_SHIFTS = (16, 15, 16)
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))
+_LAST_SHIFT = 16
 _BITS = 24
 
 
@@ -58,7 +58,7 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
     """
 
     # The last seed that was given to a layer without one.
-    _layers = 0
+    _last_seed = 0
 
     __call__: Callable[[Tensor], Tensor]
 
@@ -67,16 +67,17 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
         remedy = "It is the probability of a zero."
         if isinstance(p, bool) or not isinstance(p, (int, float)):
             raise TypeError(argument_error(_OWNER, "p", "a number", repr(p), remedy))
-        require(0 <= p < 1, _OWNER, "p", "at least 0 and less than 1", p, remedy)
+        if not 0 <= p < 1:
+            raise ValueError(argument_error(_OWNER, "p", "at least 0 and less than 1", p, remedy))
         if seed is None:
             # The seeds are far apart because each forward pass increments them.
-            seed = ReplayDropout._layers = (ReplayDropout._layers + 0x3C6EF35F) % 2**31
+            seed = (ReplayDropout._last_seed + 0x3C6EF35F) % 2**31
+            ReplayDropout._last_seed = seed
         seed = check_int(_OWNER, "seed", seed, "Another one for each layer.")
         self.p = float(p)
         self.seed = Parameter(Tensor(seed, ms.int32), name="seed", requires_grad=False)
         # Hashes are below 2 ** 24. An element with a hash of at least this number is kept.
         self.kept_from = round(self.p * 2**_BITS)
-        self.cumulate = ops.CumSum()
         self._is_built = True
 
     def construct(self, x: Tensor) -> Tensor:
@@ -86,31 +87,36 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
         seed = self.seed + 0
         counted = ops.assign_add(self.seed, Tensor(1, ms.int32))
         seed = ops.depend(seed, counted)
+        # The numbers of the elements, from 1. They are computed because constants of a graph are never freed.
+        numbers = ops.CumSum()(_filled((x.size,), 1, seed), 0)
         # The seed itself is hashed first, because otherwise consecutive seeds would give shifted masks.
-        draws = self._hashed(ops.bitwise_xor(self._places(x, seed), self._hashed(seed, seed)), seed)
+        draws = _hashed(ops.bitwise_xor(numbers, _hashed(seed, seed)), seed)
         draws = ops.bitwise_and(draws, Tensor(2**_BITS - 1, ms.int32))
-        kept = ops.cast(ops.greater_equal(draws, self.kept_from), x.dtype).reshape(x.shape)
-        return x * ops.stop_gradient(kept * (1 / (1 - self.p)))
-
-    def _places(self, x: Tensor, seed: Tensor) -> Tensor:
-        """Number the elements from 1. The numbers are computed because constants of a graph are never freed."""
-        return self.cumulate(ops.FillV2()((x.size,), _unknown(1, seed)), 0)
-
-    def _hashed(self, values: Tensor, seed: Tensor) -> Tensor:
-        """Hash each number to 32 bits with products and shifts modulo 2 ** 32."""
-        for i, bits in enumerate(_SHIFTS):
-            # A right shift of a negative number fills in ones.
-            shifted = ops.bitwise_right_shift(values, Tensor(bits, ms.int32))
-            values = ops.bitwise_xor(values, ops.bitwise_and(shifted, Tensor(2 ** (32 - bits) - 1, ms.int32)))
-            if i < len(_MULTIPLIERS):
-                # On CPU, MindSpore would store index lists for a broadcast integer product.
-                values = values * ops.FillV2()(values.shape, _unknown(_MULTIPLIERS[i], seed))
-        return values
+        is_kept = ops.greater_equal(draws, self.kept_from).reshape(x.shape)
+        mask = ops.cast(is_kept, x.dtype) * (1 / (1 - self.p))
+        return x * ops.stop_gradient(mask)
 
 
-def _unknown(number: int, seed: Tensor) -> Tensor:
-    """Return a number that is not a constant for the compiler, which would never free tensors made from it."""
-    return ops.bitwise_xor(ops.bitwise_and(seed, Tensor(0, ms.int32)), Tensor(number, ms.int32))
+def _hashed(values: Tensor, seed: Tensor) -> Tensor:
+    """Hash each number to 32 bits with products and shifts modulo 2 ** 32."""
+    for bits, multiplier in _ROUNDS:
+        values = _folded(values, bits)
+        # On CPU, MindSpore would store index lists for a broadcast integer product.
+        values = values * _filled(values.shape, multiplier, seed)
+    return _folded(values, _LAST_SHIFT)
+
+
+def _folded(values: Tensor, bits: int) -> Tensor:
+    """Return ``values ^ (values >> bits)``, without the ones that a right shift of a negative number fills in."""
+    shifted = ops.bitwise_right_shift(values, Tensor(bits, ms.int32))
+    shifted = ops.bitwise_and(shifted, Tensor(2 ** (32 - bits) - 1, ms.int32))
+    return ops.bitwise_xor(values, shifted)
+
+
+def _filled(shape: tuple[int, ...], number: int, seed: Tensor) -> Tensor:
+    """Return a tensor of one number that the compiler does not take for a constant, which it would never free."""
+    zero = ops.bitwise_and(seed, Tensor(0, ms.int32))
+    return ops.FillV2()(shape, ops.bitwise_xor(zero, Tensor(number, ms.int32)))
 
 
 @primexpr

@@ -7,7 +7,8 @@ from mindspore import Parameter, nn
 from ms_gradaccum._checks import require
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
-from ms_gradaccum.parallel.reducer import GradientReducer, gather_when_saved, whole_parameters
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 
 _OWNER = "Accumulator"
 
@@ -26,7 +27,9 @@ class SavedLoop(nn.Cell):
         for each in self.windows:
             each.count.read()  # It writes the number of batches, if the host has not yet.
         # The networks come first: MindSpore may load a parameter from the first name that ends with its own.
-        cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
+        cells = [each.network for each in self.windows]
+        for each in self.windows:
+            cells += each.ends.of_optimizers
         cells += [self.ema_averages] if hasattr(self, "ema_averages") else []
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self._reducers())

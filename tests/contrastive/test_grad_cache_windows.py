@@ -152,11 +152,12 @@ def test_windows_of_two_batches_are_those_by_hand(name, expected):
         assert found.asnumpy().tobytes() == wanted.tobytes(), found.name
     assert number(cell.backbone.calls) == 4 * len(SIZES)
     if name == "GRAPH":
-        cache_pass = step.body.window.micro_steps.preparation
+        forward, loss = step.body.window.micro_steps.preparation.compiled_cells()
         # One graph of the loss for each number of rows, and never one for changing lengths.
-        assert [len(each.fixed) for each in cache_pass.losses.values()] == [len(SIZES)]
-        assert all(each.general_cell is None for each in cache_pass.losses.values())
-        assert all(each.general_cell is not None for each in cache_pass.forwards.values())
+        assert (forward.what, loss.what) == ("the network", "the loss")
+        assert len(loss.fixed) == len(SIZES)
+        assert loss.general_cell is None
+        assert forward.general_cell is not None
 
 
 @pytest.mark.usefixtures("eager")
