@@ -77,8 +77,7 @@ class Contents:
             window.reshard()
         for number, each in enumerate(step.windows):
             self._hold_window(number, each)
-        if hasattr(step, "ema_averages"):
-            self._hold("", step.ema_averages.get_parameters())
+        self._hold("", step.extras.get_parameters())
 
     def _hold_window(self, number: int, window: Window | Step) -> None:
         prefix = f"network{number}." if number else ""
@@ -120,7 +119,7 @@ class Contents:
         state: State = {"events": self.step.events.state_dict()}
         state["windows"] = [window.state_dict() for window in self.windows]
         if isinstance(self.step, Accumulator):
-            state["loop"] = self.step.window.state_dict()
+            state["loop"] = self.step.driver.state_dict()
         return state
 
     def load_state_dict(self, saved: State) -> None:
@@ -133,7 +132,7 @@ class Contents:
             window.load_state_dict(its)
         # After the windows, because the loop reads their counts.
         if isinstance(self.step, Accumulator):
-            self.step.window.load_state_dict(saved["loop"])
+            self.step.driver.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
@@ -153,8 +152,8 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
             f"For '{owner}', the argument 'step' must be a TrainOneStepCell, an Accumulator or a Model, but got "
             f"{type(trained).__name__}. Give what trains, with its optimizer."
         )
-    if hasattr(trained, "ema_averages"):
-        trained.ema_averages.check_weights(owner)
+    for extra in trained.extras:
+        extra.check_can_save(owner)
     if isinstance(trained, Accumulator):
-        trained.window.check_between_batches(owner)
+        trained.driver.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

@@ -112,7 +112,7 @@ def save_state(
     checked = _checked_extra({} if extra is None else extra)
     contents = Contents(trained)
     places = _places_of(step, trained)
-    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.as_json() for place in places]}
+    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.state_dict() for place in places]}
     name = _save(contents, folder, numbers, checked)
     if current_world(_SAVE).rank == 0:
         files.keep_last(folder, keep_checkpoint_max)
@@ -133,7 +133,7 @@ def _checked_extra(extra: Mapping[str, Json]) -> dict[str, Json]:
 def _places_of(step: object, trained: TrainOneStepCell | Accumulator) -> list[DataPosition]:
     """Return the positions in the prepared datasets of an Accumulator, or in the dataset of a Model."""
     if isinstance(trained, Accumulator):
-        return [dataset.place() for dataset in trained.datasets.values()]
+        return [dataset.place() for dataset in trained.driver.data.datasets.values()]
     place = getattr(step, "data_place", None)
     if place is None:
         return []
@@ -269,7 +269,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         See :func:`save_state`.
     """
     trained, folder = check_arguments(_LOAD, step, directory)
-    if isinstance(trained, Accumulator) and trained.window.in_batch:
+    if isinstance(trained, Accumulator) and trained.driver.in_batch:
         text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents = Contents(trained)
@@ -283,7 +283,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     for parameter, value in loaded.tensors:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
-        trained.window.places = dict(enumerate(loaded.places))
+        trained.driver.data.positions = dict(enumerate(loaded.places))
     elif isinstance(step, ms.Model) and loaded.places:
         step.resumed_place = loaded.places[0]
     put_random_states(loaded.random)
@@ -316,7 +316,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
             # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
-        places = [DataPosition.of_json(place, len(everyone), random) for place in data["data"]]
+        places = [DataPosition.of_state_dict(place, len(everyone), random) for place in data["data"]]
         # An open window continues on all ranks, even on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})

@@ -15,25 +15,25 @@ from mindspore.ops import functional as F
 from ms_gradaccum._checks import (
     FrozenAfterInit,
     NonCopyable,
+    check_cell,
     check_choice,
     check_type,
     refuse_unknown,
-    require,
     typed,
 )
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
-from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
-from ms_gradaccum.loops.loop_window import UNWEIGHTED, LoopWindow
+from ms_gradaccum.loops.dataloader import prepare
+from ms_gradaccum.loops.loop_driver import UNWEIGHTED, LoopDriver
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
-from ms_gradaccum.training.events import Events, Observed
+from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -51,7 +51,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
+class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
@@ -149,42 +149,51 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, options.get("mixed_precision"), len(pairs))
-        # Each network has a loss scale of its own.
-        settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)
+        self.extras = self.events.extras
         # The windows of the networks, with their sums, optimizers and loss scales.
-        self.set_windows([TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)])
-        self.window = LoopWindow(self.config, self.windows, self.events)
-        # The keys are the numbers of the datasets. Weak references, since a program may call prepare() for each pass.
-        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
-        weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        # The cells of this loop inside a larger graph, which supports one network with one optimizer.
-        first, self.steps = self.windows[0], self.config.accumulation_steps
-        is_single = len(self.windows) == len(first.reducers) == 1 and self.config.schedule is None
-        self.add_grads: Any = first.add_grads_cell if is_single else None
-        self.end: Any = first.ends.of_optimizers[0] if is_single else None
-        # True if a batch without a weight counts as much as others of its update.
-        self.counts_alike = self.steps > 1 or first.is_distributed
-        self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None
+        windows = []
+        for pair in pairs:
+            # Each network has a loss scale of its own.
+            settings = StepSettings.checked(_OWNER, **options)
+            windows.append(TrainedNetwork(*pair, settings, self.config, self.events))
+        self.set_windows(windows)
+        self.driver = LoopDriver(self.config, self.windows, self.events)
+        weakref.finalize(self, self.driver.warn_if_open, "at the end of its Accumulator")
+        self._build_for_graphs(self.windows[0])
         self._is_built = True
+
+    def _build_for_graphs(self, trained: TrainedNetwork) -> None:
+        """Build what a larger graph needs, in which there is one network with one optimizer."""
+        self.steps = self.config.accumulation_steps
+        # True if a batch without a weight counts as much as others of its update.
+        self.counts_alike = self.steps > 1 or trained.is_distributed
+        self.add_grads: Any = None
+        self.end: Any = None
+        self.shapes: list[tuple[int, ...]] | None = None
+        if len(self.windows) == len(trained.reducers) == 1 and self.config.schedule is None:
+            self.add_grads = trained.add_grads_cell
+            (self.end,) = trained.ends.of_optimizers
+            self.shapes = [tuple(each.shape) for each in trained.micro_steps.parameters]
 
     def set_train(self, mode: bool = True) -> "Accumulator":
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
         super().set_train(mode)
         for trained in self.windows:
-            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
+            trained.network.set_train(mode)
+            for cell in trained.micro_steps.compiled_cells():
                 cell.set_train(mode)
         return self
 
     @property
     def sync_gradients(self) -> bool:
         """True if the current batch ends its window, so that `step` updates. The name is Accelerate's."""
-        return self.window.ends
+        return self.driver.is_last_batch
 
     @property
     def updated(self) -> bool:
         """True if the current batch made an update, False if the gradient had an Inf or a NaN."""
-        return self.window.updated
+        return self.driver.updated
 
     # A prepared object has all methods of the original, so it keeps the type.
     @overload
@@ -210,15 +219,19 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
                 processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
                 returned as they are. Several objects are returned as a tuple.
         """
-        prepared = tuple(prepare(item, self.window, self.datasets) for item in objects)
+        prepared = tuple(prepare(item, self.driver) for item in objects)
         for trained in self.windows:
             for optimizer in trained.optimizers:
-                # The optimizer may have a step() from another loop.
-                is_free = isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial))
-                if is_free and any(item is optimizer for item in objects):
-                    optimizer.step = functools.partial(self._step_of, trained)
-                    optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
-        return prepared[0] if len(prepared) == 1 else prepared
+                if any(item is optimizer for item in objects):
+                    self._give_methods(optimizer, trained)
+        return _one_or_all(prepared)
+
+    def _give_methods(self, optimizer: Any, trained: TrainedNetwork) -> None:
+        """Give an optimizer the methods of this loop, unless its own attribute has that name."""
+        # It may have a step() from another loop.
+        if isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial)):
+            optimizer.step = functools.partial(self._step_of, trained)
+            optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, at the first `step` of its optimizers."""
@@ -239,17 +252,17 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
             networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
         """
         for each in networks:
-            check_type(_OWNER, "networks", each, nn.Cell, "an nn.Cell", "Write 'with accumulator.accumulate():'.")
-        return self.window.batch()
+            check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
+        return self.driver.batch()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which no batch ends its window, for loops that choose the last batch themselves."""
-        self.window.withheld += 1
+        self.driver.withheld += 1
         try:
             yield
         finally:
-            self.window.withheld -= 1
+            self.driver.withheld -= 1
 
     def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
         """Return ``loss`` times the loss scale. Differentiate this product if you compute gradients yourself.
@@ -282,14 +295,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         """
         trained = only_of(self.windows, network)
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs:
-            number = self.window.weight_of(weight, trained)
-            with self.window.batch_of(trained):
-                self.window.recognise((args, kwargs), number)
+            number = self.driver.weight_of(weight, trained)
+            with self.driver.batch_of(trained):
+                self.driver.recognise((args, kwargs), number)
                 return trained.backward_of(args[0], number)
         given = trained.checked_weight(weight)
-        with self.window.batch_of(trained):
-            self.window.recognise((args, kwargs))
-            return trained.backward(args, kwargs, self.window.ends, given)
+        with self.driver.batch_of(trained):
+            self.driver.recognise((args, kwargs))
+            return trained.backward(args, kwargs, self.driver.is_last_batch, given)
 
     def __call__(
         self,
@@ -303,13 +316,18 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = only_of(self.windows, network)
         # Sums need no weight: each row counts alike in their sum.
-        weight = self.window.weight_of(1.0 if weight is None and reduction == "sum" else weight, trained)
-        if trained.reducers[0].accumulates and not self.window.in_batch:
+        if weight is None and reduction == "sum":
+            weight = 1.0
+        weight = self.driver.weight_of(weight, trained)
+        if trained.reducers[0].accumulates and not self.driver.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
-        with self.window.batch_of(trained):
-            self.window.recognise((), weight)
-            trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
-        return self.window.step(trained) if self.sync_gradients else trained.partial_output()
+        with self.driver.batch_of(trained):
+            self.driver.recognise((), weight)
+            factor = weight if reduction == "mean" else 1.0
+            trained.add_grads(grads, weight, loss, factor)
+        if self.sync_gradients:
+            return self.driver.step(trained)
+        return trained.partial_output()
 
     def construct(
         self,
@@ -322,7 +340,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
 
         The graph counts its batches itself, and does not see the end of the data: call `flush` at that point.
         """
-        grads = (grads,) if isinstance(grads, Tensor) else grads
+        if isinstance(grads, Tensor):
+            grads = (grads,)
         shapes = map_tensors(ops.shape, grads)
         if self.shapes is None or F.isconstant(shapes):
             check_in_graph(shapes, self.shapes)
@@ -342,7 +361,11 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
     ) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
-        require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out.")
+        if norm_type != 2.0:
+            raise ValueError(
+                f"For 'Accumulator', the argument 'norm_type' must be 2, the only norm, but got {typed(norm_type)}. "
+                f"Leave it out."
+            )
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> Tensor | None:
@@ -351,11 +374,17 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         return self.clip_grad_value(clip_value)
 
     def _check_all(self, parameters: Tensor | Iterable[Tensor]) -> None:
-        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
-        missing = [repr(each.name) for each in trained if id(each) not in given]
-        got, remedy = f"none of {''.join(missing[:1])}", "The norm is that of the whole gradient: see ClipByGroupNorm."
-        require(not missing, _OWNER, "parameters", "all that are trained", got, remedy)
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        given = set(map(id, parameters))
+        for trained in self.windows:
+            for optimizer in trained.optimizers:
+                for each in optimizer.parameters:
+                    if id(each) not in given:
+                        raise ValueError(
+                            f"For 'Accumulator', the argument 'parameters' must be all that are trained, but got none "
+                            f"of {each.name!r}. The norm is that of the whole gradient: see ClipByGroupNorm."
+                        )
 
     def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
@@ -376,14 +405,15 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         _refuse_more("limit", more, "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
 
-    def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
+    def _clip(self, clip: Clip, network: nn.Cell | None) -> Tensor | None:
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
-        if any(type(trained.clip) not in (type(None), type(clip)) for trained in full):
-            raise RuntimeError(
-                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
-                f"clip_grad_norm() and clip_grad_value()."
-            )
+        for trained in full:
+            if trained.clip is not None and type(trained.clip) is not type(clip):
+                raise RuntimeError(
+                    "For 'Accumulator', an update must be clipped by its norm or by value, but got both. Call one of "
+                    "clip_grad_norm() and clip_grad_value()."
+                )
         for trained in chosen:
             trained.last_clip = clip
         for trained in full:
@@ -409,12 +439,12 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         chosen[0].note_step()
         if not self.sync_gradients:
             return None
-        return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
+        return _one_or_all(tuple(self.driver.step(trained) for trained in chosen))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
         """Discard a full window that has not been stepped. After `step` and before `backward`, it does nothing."""
         for trained in chosen_of(self.windows, network):
-            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
+            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.driver.in_batch):
                 trained.throw_away()
 
     def flush(self) -> _Outputs:
@@ -423,28 +453,30 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        is_open = self.windows[0].reducers[0].most("flushes its window", self.window.batches_added)
-        for trained in self.windows:
-            trained.compare_ranks()
-        return _one_or_all(self.window.flush()) if is_open else None
+        if not self.driver.begin_flush(self.driver.open_batches()):
+            return None
+        return _one_or_all(self.driver.flush())
 
     def drop(self) -> int:
         """Discard an unfinished window and return the number of its batches."""
-        return self.window.drop()
+        return self.driver.drop()
 
     def join(self) -> None:
         """Join the collectives of a batch with no local data, once this process has run out of data.
 
         A prepared dataset calls it at its end.
         """
-        self.window.join()
+        self.driver.join()
 
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
     """Raise if a method that takes one argument gets Accelerate's two."""
-    remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
-    require(not more, _OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy, TypeError)
+    if more:
+        raise TypeError(
+            f"For 'Accumulator', the argument '{name}' must be given alone, but got {1 + len(more)} arguments. Call "
+            f"{method}(1.0), or {method}_(parameters, 1.0)."
+        )
 
 
-def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:
-    return outputs[0] if len(outputs) == 1 else outputs
+def _one_or_all(items: tuple[_A, ...]) -> _A | tuple[_A, ...]:
+    return items[0] if len(items) == 1 else items

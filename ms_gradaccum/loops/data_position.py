@@ -6,7 +6,7 @@ of Python and NumPy. Both are recorded when a pass begins. A resumed pass restor
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import mindspore.dataset as ds
@@ -16,14 +16,23 @@ from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
 from ms_gradaccum.backend.mindspore_private import dataset_config
-from ms_gradaccum.backend.snapshot import checked_random_states, host_random_states, put_random_states
+from ms_gradaccum.backend.snapshot import (
+    checked_random_states,
+    host_random_states,
+    put_device_random_state,
+    put_random_states,
+)
 
 # The seed that MindSpore takes for "not set".
 _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 # The rules for the counts of a `DataPosition` in a state.
-_COUNTS: dict[str, Callable[[object], bool]] = {"epoch": lambda epoch: is_count(epoch, -1), "first_epoch": is_count}
-_COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or is_count(count))
+_COUNTS: dict[str, Callable[[object], bool]] = {
+    "epoch": lambda epoch: is_count(epoch, -1),
+    "first_epoch": is_count,
+    "batches": lambda count: count is None or is_count(count),
+    "length": lambda count: count is None or is_count(count),
+}
 
 
 class Sources(NamedTuple):
@@ -77,19 +86,21 @@ def _draws_in_python(dataset: object) -> bool:
     """Return whether a pipeline calls Python functions in its own threads. They may draw random numbers."""
     if not isinstance(dataset, Dataset):
         return False
-    functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
-    operations, python = getattr(dataset, "operations", []), Implementation.PY
-    return (
-        (isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE))
-        or any(map(callable, functions))
-        or not all(hasattr(each, "parse") and getattr(each, "implementation", None) != python for each in operations)
-        or any(map(_draws_in_python, dataset.children))
-    )
+    if isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE):
+        return True
+    for name in ("predicate", "per_batch_map", "batch_size"):
+        if callable(getattr(dataset, name, None)):
+            return True
+    for operation in getattr(dataset, "operations", []):
+        if not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY:
+            return True
+    return any(map(_draws_in_python, dataset.children))
 
 
 def first_batch(dataset: Dataset) -> tuple[object, ...]:
     """Return the first batch of a pass that is not trained. The random states stay as they are."""
-    before, iterator = host_random_states(), dataset.create_tuple_iterator(num_epochs=1)
+    before = host_random_states()
+    iterator = dataset.create_tuple_iterator(num_epochs=1)
     batch = tuple(next(iterator))
     iterator.stop()  # Its threads draw random numbers, too.
     put_random_states(before)
@@ -138,19 +149,26 @@ class DataPosition(NamedTuple):
     random_now: State | None = None  # States of Python and NumPy to restore after the resumed pass has begun.
     first_epoch: int = 0  # Number of the pass that the sources belong to.
 
-    def as_json(self) -> State:
-        sources = self.sources and self.sources._asdict()
-        return {name: getattr(self, name) for name in _COUNTS} | {"sources": sources}
+    def state_dict(self) -> State:
+        """Return the position as JSON."""
+        return {
+            "epoch": self.epoch,
+            "first_epoch": self.first_epoch,
+            "batches": self.batches,
+            "length": self.length,
+            "sources": self.sources and self.sources._asdict(),
+        }
 
     @staticmethod
-    def of_json(saved: State, ranks: int, random_now: State) -> "DataPosition":
-        """Return the place in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
+    def of_state_dict(saved: State, ranks: int, random_now: State) -> "DataPosition":
+        """Return the position in a state that ``ranks`` ranks have saved. Raise if it is invalid."""
         counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
         if sources is not None or counts["batches"] is not None:
             rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
-            seed, states = check_saved(sources, "the seed of its data", rules).values()
-            sources = Sources(seed, checked_random_states(states, "the state", has_device=False))
+            checked = check_saved(sources, "the seed of its data", rules)
+            states = checked_random_states(checked["random"], "the state", has_device=False)
+            sources = Sources(checked["seed"], states)
         return DataPosition(**counts, sources=sources, ranks=ranks, random_now=random_now)
 
     @property
@@ -179,3 +197,50 @@ class DataPosition(NamedTuple):
                 f"each of {ranks}: the last samples before the state was saved are used once more."
             )
         return self._replace(batches=batches, length=length)
+
+
+class SampleOrder:
+    """The order of the samples in a Model's training, which is recorded, or restored from a loaded state."""
+
+    sources: Sources | None = None  # None before the data begins.
+    resumed: DataPosition | None = None  # The position of a loaded state, until its first batch is taken.
+
+    def __init__(self, dataset: Dataset, ranks: int, first_epoch: int) -> None:
+        self.dataset = dataset
+        self.ranks = ranks
+        self.first_epoch = first_epoch
+        self._until_first_batch = ExitStack()
+
+    def resume(self, position: DataPosition) -> None:
+        self.resumed = position
+        self.first_epoch = position.first_epoch
+        self.sources = position.sources
+
+    @contextmanager
+    def begun(self, length: int) -> Iterator[None]:
+        """Begin passes of so many batches in this context."""
+        if self.sources is None:
+            self.sources = Sources.now(self.ranks)
+        position = self.resumed
+        with self._until_first_batch as stack:
+            stack.enter_context(self.sources.begun(self.dataset, position and position.random_now))
+            if position is not None:
+                taken = (position.next_epoch - position.first_epoch) * length + (position.batches or 0)
+                stack.enter_context(skipping(self.dataset, taken))
+            yield
+
+    def end_begin(self) -> None:
+        """End the begin once the pipeline has its first batch."""
+        self._until_first_batch.close()
+        if self.resumed is not None and self.resumed.random_now is not None:
+            put_device_random_state(self.resumed.random_now)
+            self.resumed = None
+
+    def position(self, passes: int, batches: int, length: int) -> DataPosition:
+        """Return the position after so many passes and batches of the next one."""
+        if self.sources is not None:
+            self.sources.check_known(self.dataset, self.ranks)
+        epoch = self.first_epoch + passes
+        if batches == 0:  # Between two passes, it is the end of the last one.
+            return DataPosition(epoch - 1, None, length, self.sources, self.ranks, first_epoch=self.first_epoch)
+        return DataPosition(epoch, batches, length, self.sources, self.ranks, first_epoch=self.first_epoch)

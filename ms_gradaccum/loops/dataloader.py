@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from typing import Any
 
 from mindspore import nn
@@ -13,7 +13,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 from ms_gradaccum._checks import State, argument_error, typed
 from ms_gradaccum.loops.data_position import DataPosition, Sources, rest_of
 from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
-from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
@@ -34,9 +34,12 @@ class PreparedDataset:
     epoch = -1
     common = 0  # Number of batches of the current epoch that every process has.
 
-    def __init__(self, dataset: Dataset | Iterable[object], window: LoopWindow) -> None:
-        self.dataset, self.window, self.handed = dataset, window, HandedBatches()
-        self.number = next(window.numbers)
+    def __init__(self, dataset: Dataset | Iterable[object], driver: LoopDriver) -> None:
+        self.dataset = dataset
+        self.driver = driver
+        self.handed = HandedBatches()
+        self.number = next(driver.data.numbers)
+        driver.data.datasets[self.number] = self
         self.ranks = current_world(_OWNER).size
         if self.ranks > 1:
             len(self)  # It raises for data without a length.
@@ -46,18 +49,23 @@ class PreparedDataset:
             return int(self.dataset.get_dataset_size())
         if isinstance(self.dataset, Sized):
             return len(self.dataset)
-        got, remedy = type(self.dataset).__name__, "The ranks must know who has batches left: give it a __len__."
-        raise TypeError(argument_error(_OWNER, "dataset", "one with a length", got, remedy))
+        raise TypeError(
+            f"For 'Accumulator', the argument 'dataset' must be one with a length, but got "
+            f"{type(self.dataset).__name__}. The ranks must know who has batches left: give it a __len__."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # A copy does not have it yet.
             raise AttributeError(name)
-        value, is_pipeline = getattr(self.dataset, name), isinstance(self.dataset, Dataset)
-        if name in _ITERATORS and not is_pipeline:
-            rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
-            remedy = "Loop over what prepare() has returned."
-            raise AttributeError(argument_error(_OWNER, "dataset", rule, got, remedy))
-        return functools.partial(self._call, name) if is_pipeline and callable(value) else value
+        value = getattr(self.dataset, name)
+        if isinstance(self.dataset, Dataset):
+            return functools.partial(self._call, name) if callable(value) else value
+        if name in _ITERATORS:
+            raise AttributeError(
+                f"For 'Accumulator', the argument 'dataset' must be a pipeline of MindSpore's for {name}(), but got "
+                f"{type(self.dataset).__name__}. Loop over what prepare() has returned."
+            )
+        return value
 
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
         """Call a method of the pipeline. Iterators are wrapped; a new pipeline is refused, since it is not prepared."""
@@ -67,8 +75,10 @@ class PreparedDataset:
             return PreparedIterator(self, lambda data: getattr(data, name)(**settings))
         result: object = method(*args, **kwargs)
         if isinstance(result, Dataset):
-            got, remedy = f"{name}() of a prepared one", "Prepare the whole pipeline, as the last step."
-            raise TypeError(argument_error(_OWNER, "dataset", "prepared when it is complete", got, remedy))
+            raise TypeError(
+                f"For 'Accumulator', the argument 'dataset' must be prepared when it is complete, but got {name}() of "
+                f"a prepared one. Prepare the whole pipeline, as the last step."
+            )
         return result
 
     def __iter__(self) -> Iterator[object]:
@@ -76,10 +86,9 @@ class PreparedDataset:
 
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
-        (taken, sources, random_now), is_left = self._begin(), True
-        left = len(self) - taken if self.ranks > 1 else 0
-        lengths = gather_counts("begins a pass over its data", left) if self.ranks > 1 else [left]
-        missing, self.common = max(lengths) - left, taken + min(lengths)
+        taken, sources, random_now = self._begin()
+        missing = self._missing_after(taken) if self.ranks > 1 else 0
+        is_left = True
         try:
             with sources.begun(self.dataset, random_now):
                 batches = iter(rest_of(self.dataset, taken, iterate))
@@ -88,34 +97,43 @@ class PreparedDataset:
             pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
             for place, (batch, following) in enumerate(pairs, taken + 1):
                 is_last = following is _END and missing == 0
-                self.window.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
+                self.driver.data.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
                 yield batch
             is_left = False
             if self.handed.are_fetched:
                 # The other ranks' batches come after those that this rank has not trained yet.
                 self.handed.joins = missing
             else:
-                self.window.join_others(missing, self.epoch)
+                self.driver.join_others(missing, self.epoch)
         finally:
-            self.window.passes.end(self.handed, is_left)
+            self.driver.data.passes.end(self.handed, is_left)
+
+    def _missing_after(self, taken: int) -> int:
+        """Return how many batches more than this process the one with the most has left. Collective."""
+        left = len(self) - taken
+        lengths = gather_counts("begins a pass over its data", left)
+        self.common = taken + min(lengths)
+        return max(lengths) - left
 
     def _begin(self) -> tuple[int, Sources, State | None]:
         """Begin or resume a pass. Return the batches to skip, its order, and the states after its first batch."""
-        resumed = self.window.places.pop(self.number, None)
-        place = resumed or DataPosition(self.epoch, None, None, None)
-        place = place.among(None if place.length is None else len(self), self.ranks)
-        self.epoch = place.next_epoch
-        self.window.begin_pass(self.handed, resumed is not None)
-        if place.batches is None:
+        position = self.driver.data.positions.pop(self.number, None)
+        if position is not None and position.length is not None:
+            position = position.among(len(self), self.ranks)
+        self.epoch = self.epoch + 1 if position is None else position.next_epoch
+        self.driver.begin_pass(self.handed, position is not None)
+        if position is None or position.batches is None:
             return 0, Sources.now(self.ranks), None
-        return place.batches, place.sources or Sources.now(self.ranks), place.random_now
+        return position.batches, position.sources or Sources.now(self.ranks), position.random_now
 
     def place(self) -> DataPosition:
         """Return the position of this process in its data, between two batches."""
-        length = len(self) if isinstance(self.dataset, (Dataset, Sized)) else None
-        if self.number in self.window.places:
+        length = None
+        if isinstance(self.dataset, (Dataset, Sized)):
+            length = len(self)
+        if self.number in self.driver.data.positions:
             # No batch was taken after a state was loaded.
-            return self.window.places[self.number].among(length, self.ranks)._replace(ranks=self.ranks)
+            return self.driver.data.positions[self.number].among(length, self.ranks)._replace(ranks=self.ranks)
         if self.handed.is_ahead and self.handed.waiting:
             # Fetched batches that were not trained count as not taken.
             first = self.handed.waiting[0]
@@ -148,7 +166,7 @@ class PreparedIterator:
 
     def __next__(self) -> object:
         # After a state was loaded, begin a new iteration, because the next batch differs.
-        if self.current is None or self.dataset.number in self.dataset.window.places:
+        if self.current is None or self.dataset.number in self.dataset.driver.data.positions:
             self.current = self.dataset.passed(self.iterate)
         try:
             return next(self.current)
@@ -157,16 +175,15 @@ class PreparedIterator:
             raise
 
 
-def prepare(item: object, window: LoopWindow, datasets: MutableMapping[int, PreparedDataset]) -> object:
-    """Return ``item`` prepared for ``window``, a dataset noted in ``datasets``; a Cell is returned unchanged."""
+def prepare(item: object, driver: LoopDriver) -> object:
+    """Return ``item`` prepared for a loop; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
-        window.schedulers.append(PreparedScheduler(item, lambda: window.in_batch, window.why_not_due))
-        return window.schedulers[-1]
+        scheduler = PreparedScheduler(item, lambda: driver.in_batch, driver.why_not_due)
+        driver.schedulers.append(scheduler)
+        return scheduler
     if isinstance(item, nn.Cell):
         return item
     if isinstance(item, Iterable) and not isinstance(item, type):
-        prepared = PreparedDataset(item, window)
-        datasets[prepared.number] = prepared
-        return prepared
-    rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
-    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), remedy))
+        return PreparedDataset(item, driver)
+    rule = "a dataset, a learning rate scheduler or a Cell"
+    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), "Give what the loop iterates over."))

@@ -2,18 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_number, check_positive_float, require
+from ms_gradaccum._checks import (
+    FrozenAfterInit,
+    check_bool,
+    check_number,
+    check_positive_float,
+    require,
+)
 from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
-from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
+from ms_gradaccum.training.events import Extra, Observed, StepEvent, check_told
 
 _OWNER = "EMA"
 
@@ -22,7 +29,7 @@ def _move(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
     return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
 
 
-class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
+class EMA(FrozenAfterInit, Extra, Callback):
     r"""Average the weights exponentially over the updates, and evaluate with the averages.
 
     At optimizer update :math:`t` (skipped windows make none), each average moves as in mindcv and mindone:
@@ -76,30 +83,32 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         remedy = "0.9999 is usual: an average over some 10000 updates."
         self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
         require(self.decay < 1, _OWNER, "decay", "a number below 1", decay, remedy)
-        self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
+        self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
         # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
-        shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
+        shares = [1.0 - self.decay, 0.0, 0.0]
+        if self.warmup_updates:
+            shares[1:] = [self.decay, 1.0 / self.warmup_updates]
         self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
         self._evaluation = ExitStack()  # Restores the weights after an evaluation.
         self._is_built = True
 
-    def attach(self, step: nn.Cell) -> None:
-        """Give ``step`` the averages of its weights, unless it has them already."""
-        if (there := getattr(step, "ema_averages", None)) is self:
-            return
-        window, *others = step.windows
-        candidates = window.network.trainable_params() if self.trainable_only else window.network.get_parameters()
+    def attach(self, step: Observed) -> None:
+        if self.weights or any(isinstance(each, EMA) for each in step.extras):
+            raise ValueError(
+                "For 'EMA', the argument 'callback' must be the only one of one training step, but got a second EMA or "
+                "step. Build an EMA for each step."
+            )
+        window = _window_of(step)
+        network = window.network
+        candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
         weights = tuple(parameter for parameter in candidates if parameter.dtype in mstype.float_type)
-        is_new = there is None and not self.weights
-        for holds, rule, got, remedy in (
-            (is_new, "the only one of one training step", "a second EMA or step", "Build an EMA for each step."),
-            (not others, "one for an Accumulator of one network", "several", "Build one for the network to average."),
-            (window.reducers, "one for whole weights", "AutoParallel", "Use DataParallel() or HSDP()."),
-            (weights, "one for a network with parameters to average", 0, "Set requires_grad, or trainable_only."),
-        ):
-            require(holds, _OWNER, "callback", rule, got, remedy)
-        window.network.init_parameters_data()
+        if not weights:
+            raise ValueError(
+                "For 'EMA', the argument 'callback' must be one for a network with parameters to average, but got 0. "
+                "Set requires_grad, or trainable_only."
+            )
+        network.init_parameters_data()
         self._window = window
         window.reshard()
         self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
@@ -109,7 +118,6 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         self.__dict__["weights"] = ParameterTuple(weights)  # A Cell would register them as its own.
         self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.start()
-        step.ema_averages = self
 
     def agreed(self) -> str:
         return f"EMA({self.decay}, warmup_updates={self.warmup_updates:g})"
@@ -128,16 +136,18 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
             raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
-        self.check_weights(_OWNER)
+        self.check_can_save(_OWNER)
         self._window.reshard()
         if self.updates == 0:
             _assign(self.values, self.weights)
 
-    def check_weights(self, owner: str) -> None:
+    def check_can_save(self, owner: str) -> None:
         """Raise if the averages are in the network."""
         if self.kept:
-            text = "the network must have its weights, but got the averages of an EMA. Leave ema.swapped() first."
-            raise RuntimeError(f"For '{owner}', {text}")
+            raise RuntimeError(
+                f"For '{owner}', the network must have its weights, but got the averages of an EMA. Leave "
+                f"ema.swapped() first."
+            )
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -164,7 +174,7 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
             self.kept = ()
 
     def on_micro_batch_begin(self, event: StepEvent) -> None:
-        self.check_weights(_OWNER)
+        self.check_can_save(_OWNER)
 
     def on_update_begin(self, event: StepEvent) -> None:
         self.start()
@@ -177,16 +187,23 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
         # In a larger sink, the EMA would see only the last update.
-        size = params.get("sink_size") if params.get("dataset_sink_mode") else 1
-        require(size == 1, _OWNER, "sink_size", "1 in data sink mode", size, "Or train with dataset_sink_mode=False.")
+        size = params.get("sink_size")
+        if params.get("dataset_sink_mode") and size != 1:
+            raise ValueError(
+                f"For 'EMA', the argument 'sink_size' must be 1 in data sink mode, but got {size}. Or train with "
+                f"dataset_sink_mode=False."
+            )
         self.start()  # A graph does not announce its updates.
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         if not self.weights:
             self.start()
-        own = {*map(id, self.weights)} & {*map(id, run_context.original_args().eval_network.get_parameters())}
-        rule, remedy = "the one whose weights are averaged", "Evaluate the Model that trains it, or without its EMA."
-        require(own, _OWNER, "eval_network", rule, "another", remedy)
+        evaluated = set(map(id, run_context.original_args().eval_network.get_parameters()))
+        if evaluated.isdisjoint(map(id, self.weights)):
+            raise ValueError(
+                "For 'EMA', the argument 'eval_network' must be the one whose weights are averaged, but got another. "
+                "Evaluate the Model that trains it, or without its EMA."
+            )
         if not self.kept:
             self._evaluation.enter_context(self.swapped())
 
@@ -194,6 +211,22 @@ class EMA(FrozenAfterInit, nn.Cell, Callback, StatefulCallback):
         self._evaluation.close()
 
     __exit__ = on_eval_end  # After an error in the evaluation, only this one is called.
+
+
+def _window_of(step: Any) -> Any:
+    """Return the window of the network that is averaged."""
+    window, *others = step.windows
+    if others:
+        raise ValueError(
+            "For 'EMA', the argument 'callback' must be one for an Accumulator of one network, but got several. Build "
+            "one for the network to average."
+        )
+    if not window.reducers:
+        raise ValueError(
+            "For 'EMA', the argument 'callback' must be one for whole weights, but got AutoParallel. Use "
+            "DataParallel() or HSDP()."
+        )
+    return window
 
 
 def _assign(targets: tuple[Parameter, ...], values: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
 """Callbacks of Model that align windows, ranks and saved states with the epochs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import mindspore as ms
@@ -9,11 +9,10 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext
 
-from ms_gradaccum._checks import check_choice, require, warn
+from ms_gradaccum._checks import argument_error, check_choice, require, warn
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
-from ms_gradaccum.backend.snapshot import put_device_random_state
-from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping
+from ms_gradaccum.loops.data_position import DataPosition, SampleOrder
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -52,39 +51,83 @@ class StopTogether(Callback):
             )
 
 
-class PassSteps(Callback):
-    """The first callback of a training, which completes each step before the other callbacks see it.
+class Passes:
+    """The steps of a training, which are counted by passes over its data.
 
     On every process, a pass has as many steps as the process with the most batches: the others join its last steps.
     """
 
-    in_pass = False
+    in_pass = False  # True from the begin of an epoch to the end of a pass.
     in_sinks = False  # True if MindSpore's epoch is a sink instead of a pass.
     done = 0  # The number of finished steps, as if each pass had the size that it says.
     missing = 0  # The number of steps that passes lacked; negative for longer passes.
     begun = 0  # The number of steps at the beginning of this epoch.
-    before: tuple[int, int | None] = 0, None  # The batches of the open window and the updates at that time.
+
+    def __init__(self, length: int, lengths: Sequence[int]) -> None:
+        self.length = length  # The number of batches of this process.
+        self.steps = max(lengths)
+        self.common = min(lengths)  # The number of batches that all processes have.
+
+    @property
+    def batches(self) -> int:
+        """The number of finished steps of this pass; 0 at its end."""
+        return self.done % self.steps
+
+    @property
+    def is_common(self) -> bool:
+        """True if all processes can continue from the last step: either all or none have run out of data."""
+        return self.batches == 0 or self.batches < self.common or self.common == self.steps
+
+    def position(self, order: SampleOrder) -> DataPosition:
+        """Return the position of this process in its data, after a step."""
+        require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
+        if not self.is_common:
+            raise RuntimeError(
+                f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
+                f"{self.batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
+            )
+        return order.position(self.done // self.steps, self.batches, self.length)
+
+    def end_shorter(self) -> None:
+        """Go on as if a pass had the size that it says, and warn unless it has."""
+        batches = self.done - self.begun
+        left = self.steps - self.begun % self.steps
+        if batches == left:
+            return
+        self.missing += left - batches
+        self.done += left - batches
+        warn(
+            f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
+            f"get_dataset_size(), but got {batches}: windows end by that size, and a resumed training may begin "
+            f"at another batch. Make all passes equally long, or train in a loop of your own with an Accumulator."
+        )
+
+
+class PassSteps(Callback):
+    """The first callback of a training, which completes each step before the other callbacks see it."""
+
     run_context: RunContext = None
-    sources: Sources | None = None
-    resumed: DataPosition | None = None
+    # The batches of the open window and the updates at the beginning of this epoch.
+    open_batches = 0
+    updates: int | None = None
 
     def __init__(
         self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int, epochs: int
     ) -> None:
         super().__init__()
-        self.epochs = epochs  # The number of epochs, including those before this training.
-        self.model, self.train_step, self.dataset, self.first_epoch = model, model.train_network, dataset, first_epoch
+        self.model = model
+        self.train_step = model.train_network
         self.train_step.check_claims()
+        self.epochs = epochs  # The number of epochs, including those before this training.
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
-        self.world = current_world(_OWNER)
-        self.length = dataset.get_dataset_size()
-        lengths: list[int] = [self.length]
+        self.ranks = current_world(_OWNER).size
+        length = dataset.get_dataset_size()
+        lengths: list[int] = [length]
         if self.train_step.windows[0].is_distributed:
-            lengths = gather_counts("begins to train a Model", self.length)
-        # In a pass, the number of steps on every process, and the number of batches that all processes have.
-        self.steps, self.common = max(lengths), min(lengths)
-        self._until_first_batch = ExitStack()
+            lengths = gather_counts("begins to train a Model", length)
+        self.passes = Passes(length, lengths)
+        self.order = SampleOrder(dataset, self.ranks, first_epoch)
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
@@ -92,47 +135,26 @@ class PassSteps(Callback):
             remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
             require(checkpoints, _OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
             checkpoints[0].resume_into(self.model)
-        place, self.model.resumed_place = self.model.resumed_place, None
-        if place is None:
+        position = self.model.resumed_place
+        self.model.resumed_place = None
+        if position is None:
             return True
-        place = place.among(self.length, self.world.size)
-        self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
-        self.done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
-        settings.update(initial_epoch=place.next_epoch, initial_step=self.done)
-        return bool(place.next_epoch < epochs)
+        position = position.among(self.passes.length, self.ranks)
+        self.order.resume(position)
+        self.passes.done = (position.next_epoch - position.first_epoch) * self.passes.steps + (position.batches or 0)
+        settings.update(initial_epoch=position.next_epoch, initial_step=self.passes.done)
+        return bool(position.next_epoch < epochs)
 
-    @contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Record the sources of the order of the samples, or restore those of a loaded state."""
-        self.sources = self.sources or Sources.now(self.world.size)
-        place = self.resumed
-        with self._until_first_batch as stack:
-            stack.enter_context(self.sources.begun(self.dataset, place and place.random_now))
-            if place is not None:
-                taken = (place.next_epoch - place.first_epoch) * self.length + (place.batches or 0)
-                stack.enter_context(skipping(self.dataset, taken))
-            yield
+    def in_order(self) -> AbstractContextManager[None]:
+        """Return the context in which the samples come in a recorded order, or in that of a loaded state."""
+        return self.order.begun(self.passes.length)
 
     @property
     def is_common(self) -> bool:
-        """True if all processes can continue from the last step: either all or none have run out of data."""
-        batches = self.done % self.steps
-        return batches == 0 or batches < self.common or self.common == self.steps
+        return self.passes.is_common
 
-    def place(self) -> DataPosition:
-        """Return the position of this process in its data, after a step."""
-        require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
-        passes, batches = divmod(self.done, self.steps)
-        if not self.is_common:
-            raise RuntimeError(
-                f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
-                f"{batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
-            )
-        if self.sources is not None:
-            self.sources.check_known(self.dataset, self.world.size)
-        # Between two passes, the place is the end of the last one.
-        epoch, taken = self.first_epoch + passes - (batches == 0), batches or None
-        return DataPosition(epoch, taken, self.length, self.sources, self.world.size, first_epoch=self.first_epoch)
+    def position(self) -> DataPosition:
+        return self.passes.position(self.order)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.run_context = run_context
@@ -141,46 +163,62 @@ class PassSteps(Callback):
         params.loss_scale_mananger = self.model.loss_scale_manager
         # MindSpore counts epochs by sink_size even without data sink mode.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
-        self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
-        if not self.in_sinks:
-            params.batch_num = self.steps
-            return
-        is_carried = self.model.last_window == "carry" or self.steps % self.train_step.accumulation_steps == 0
-        rule, remedy = "False where some processes have more batches", "Each process then ends with its own data."
-        require(self.common == self.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
-        rule = remedy = ""
-        if self.keeps_states or self.resumed is not None:
-            rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
-        elif not is_carried and self.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
+        passes = self.passes
+        passes.in_sinks = sink_size > 0 and not sink_size == passes.steps == passes.common
+        if passes.in_sinks:
+            self._check_sinks(sink_size)
+        else:
+            params.batch_num = passes.steps
+
+    def _check_sinks(self, sink_size: int) -> None:
+        """Raise for sinks that end otherwise than passes where this matters."""
+        passes = self.passes
+        rule = "False where some processes have more batches"
+        remedy = "Each process then ends with its own data."
+        require(passes.common == passes.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
+        got = f"{sink_size} with {passes.length} batches in a pass"
+        is_resumable = self.keeps_states or self.order.resumed is not None
+        rule = "-1 for a training that can be resumed"
+        require(not is_resumable, _OWNER, "sink_size", rule, got, _PASSES_ONLY)
+        is_carried = self.model.last_window == "carry" or passes.steps % self.train_step.accumulation_steps == 0
+        if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
             remedy = "Give last_window='carry', or as many batches as whole windows have."
-        require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
+            raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
         """Warn of a list of learning rates that has not an entry for each update of the first training."""
-        _, used = self.before
-        if used and params.epoch_num == self.epochs:
+        if self.updates and params.epoch_num == self.epochs:
             return  # This training continues none, but its optimizer has used a part of the list before.
-        rates, window = listed_rates(self.train_step.optimizer), self.train_step.accumulation_steps
-        batches = self.epochs * (params.sink_size if self.in_sinks else self.steps)
-        passes, rest = divmod(batches, self.steps)
-        updates = batches // window
-        if self.model.last_window != "carry":
-            updates = passes * (self.steps // window) + rest // window
-        if self.model.last_window == "apply":
-            updates += passes * (self.steps % window > 0) + (rest % window > 0)
+        rates = listed_rates(self.train_step.optimizer)
+        batches = self.epochs * (params.sink_size if self.passes.in_sinks else self.passes.steps)
+        updates = self._updates_of(batches)
         # A list for several such trainings, one after the other, is a multiple.
-        if window == 1 or not rates or (rates != batches and updates and rates % updates == 0):
+        is_multiple = rates != batches and updates > 0 and rates % updates == 0
+        if self.train_step.accumulation_steps == 1 or not rates or is_multiple:
             return
         warn(
             f"For '{_OWNER}', a list of learning rates must have an entry for each update, but got {rates} for "
             f"{updates} updates with {batches} batches. Build it with {updates} entries."
         )
 
+    def _updates_of(self, batches: int) -> int:
+        """Return the number of updates of a training with so many batches."""
+        window: int = self.train_step.accumulation_steps
+        if self.model.last_window == "carry":
+            return batches // window
+        passes, rest = divmod(batches, self.passes.steps)
+        updates = passes * (self.passes.steps // window) + rest // window
+        if self.model.last_window == "apply":
+            updates += passes * (self.passes.steps % window > 0) + (rest % window > 0)
+        return updates
+
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        self.in_pass, self.begun = True, self.done
-        self.before = self.train_step.open_batches(), updates_of(self.train_step.optimizer)
+        self.passes.in_pass = True
+        self.passes.begun = self.passes.done
+        self.open_batches = self.train_step.open_batches()
+        self.updates = updates_of(self.train_step.optimizer)
         if not self.model.has_rates_checked:
             self.model.has_rates_checked = True
             self._check_rates(run_context.original_args())
@@ -190,34 +228,33 @@ class PassSteps(Callback):
             # In data sink mode MindSpore has put a cell around the step, of which callbacks would save shards.
             run_context.original_args().train_network = self.train_step
         # The pipeline has begun, with its first batch.
-        self._until_first_batch.close()
-        if self.resumed is not None and self.resumed.random_now is not None:
-            put_device_random_state(self.resumed.random_now)
-            self.resumed = None
+        self.order.end_begin()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        self.done = params.cur_step_num + self.missing
+        passes = self.passes
+        passes.done = params.cur_step_num + passes.missing
         if not isinstance(params.net_outputs, StepOutput):
             # In data sink mode a graph, which is called once in an epoch, has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
             self._count(params.net_outputs)
-        self.in_pass = self.done % self.steps != 0
-        if not self.in_pass:
+        passes.in_pass = passes.batches != 0
+        if not passes.in_pass:
             self._finish_pass(params)
         if self.stop_at_invalid_loss:
             self._check_loss(params)
 
     def _count(self, output: StepOutput) -> None:
         """Count what a graph has trained by itself, and call the listeners. Only its last update is seen."""
-        events, (open_batches, before) = self.train_step.events, self.before
-        batches, now = self.done - self.begun, updates_of(self.train_step.optimizer)
-        windows = (open_batches + batches) // self.train_step.accumulation_steps
+        events = self.train_step.events
+        batches = self.passes.done - self.passes.begun
+        now = updates_of(self.train_step.optimizer)
+        windows = (self.open_batches + batches) // self.train_step.accumulation_steps
         # Of an optimizer without a count, only the last window is known to be skipped.
         updates = windows - (output.ends_window and not output.is_updated)
         # A user's optimizer may leave its count at 0.
-        if before is not None and now is not None and (now or not (output.is_updated or events.updates)):
-            updates = now - before
+        if self.updates is not None and now is not None and (now or not (output.is_updated or events.updates)):
+            updates = now - self.updates
         events.batches += batches
         events.updates += updates
         events.skipped_updates += windows - updates
@@ -227,23 +264,17 @@ class PassSteps(Callback):
     def end_epoch(self, params: InternalCallbackParam, callbacks: CallbackManager) -> None:
         """After this process's last batch, join the steps that only other processes have batches for."""
         stops = self.run_context.get_stop_requested
-        if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
+        in_sinks = self.passes.in_sinks
+        if in_sinks and not stops() and params.cur_epoch_num < self.order.first_epoch + params.epoch_num:
             return  # The next sink goes on with the pass.
-        batches, left = self.done - self.begun, self.steps - self.begun % self.steps
-        if self.world.size == 1 and not self.in_sinks and not stops() and batches != left:
-            self.missing += left - batches
-            self.done += left - batches
-            warn(
-                f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
-                f"get_dataset_size(), but got {batches}: windows end by that size, and a resumed training may begin "
-                f"at another batch. Make all passes equally long, or train in a loop of your own with an Accumulator."
-            )
-        while self.in_pass and self.world.size > 1 and not self.in_sinks and not stops():
+        if self.ranks == 1 and not in_sinks and not stops():
+            self.passes.end_shorter()
+        while self.passes.in_pass and self.ranks > 1 and not in_sinks and not stops():
             params.cur_step_num += 1
             callbacks.on_train_step_begin(self.run_context)
             params.net_outputs = self.train_step.join()
             callbacks.on_train_step_end(self.run_context)
-        if self.in_pass:
+        if self.passes.in_pass:
             # A callback or the last sink has ended the pass early.
             self._finish_pass(params)
 
@@ -260,7 +291,7 @@ class PassSteps(Callback):
         value = float(params.net_outputs.loss.asnumpy())
         if not np.isfinite(value):
             self.train_step.drop()
-            step = (self.done - 1) % params.batch_num + 1
+            step = (self.passes.done - 1) % params.batch_num + 1
             raise ValueError(
                 f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {params.cur_epoch_num}, step "
                 f"{step}. LossMonitor ends the training here; without it the window is skipped."

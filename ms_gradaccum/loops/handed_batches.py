@@ -37,12 +37,16 @@ class Handed:
         self._parts = [weakref.ref(each) for each in arrays]
         self.rows = rows_of(arrays)
         lengths = {int(each.shape[0]) for each in arrays if each.shape}
-        self.length = lengths.pop() if len(lengths) == 1 else None  # The rows, if all arrays have as many.
+        self.length: int | None = None  # The rows, if all arrays have as many.
+        if len(lengths) == 1:
+            self.length = lengths.pop()
 
     def arrays_among(self, arrays: Sequence[TensorOrArray]) -> int:
         """Return the number of ``arrays`` that belong to this batch."""
+        # While the parts are held here, no other object has one of their ids.
         parts = [part() for part in self._parts]
-        return sum(any(part is each for part in parts) for each in arrays)
+        own = set(map(id, parts))
+        return sum(id(each) in own for each in arrays)
 
     def ends_with(self, rows: float | None) -> bool:
         """Return whether the data ends after a piece of ``rows`` rows (None: unknown) is trained.
@@ -96,9 +100,13 @@ class HandedBatches:
 
     def expected(self) -> list[Handed]:
         """Return the batches that the loop may train next, the most probable one first."""
-        in_order = self.is_ahead or self._seems_ahead or not self.is_open
-        more = [self.current] if self.current and (self.is_open or self.current.pieces < self.pieces_before) else []
-        return [*(self.waiting if in_order else self.waiting[::-1]), *more]
+        expected = list(self.waiting)
+        if self.is_open and not (self.is_ahead or self._seems_ahead):
+            expected.reverse()
+        current = self.current
+        if current is not None and (self.is_open or current.pieces < self.pieces_before):
+            expected.append(current)
+        return expected
 
     @property
     def is_first(self) -> bool:
@@ -108,19 +116,33 @@ class HandedBatches:
     @property
     def _seems_ahead(self) -> bool:
         """True unless the loop skips batches: then it gets as many between two trained batches as before the first."""
-        return len(self.waiting) > 1 if self.is_first else 0 < self.depth >= len(self.waiting) - self.depth
+        if self.is_first:
+            return len(self.waiting) > 1
+        return 0 < self.depth >= len(self.waiting) - self.depth
 
     def find(self, arrays: Sequence[TensorOrArray]) -> Handed | None:
         """Return the batch to which most of ``arrays`` belong; in a tie, the expected batch."""
-        best = max(self.expected(), key=lambda each: each.arrays_among(arrays), default=None)
-        return best if best and best.arrays_among(arrays) else None
+        best = None
+        most = 0
+        for each in self.expected():
+            found = each.arrays_among(arrays)
+            if found > most:
+                best = each
+                most = found
+        return best
 
     def train(self, batch: Handed, rows: float | None, is_known: bool = True) -> None:
         """Record that a piece of ``batch`` with ``rows`` rows was trained; ``is_known`` if it was recognised."""
-        is_first, seems_ahead = self.is_first, self._seems_ahead
-        before, self.current, self.piece_rows = self.current, batch, rows
+        is_first = self.is_first
+        seems_ahead = self._seems_ahead
+        before = self.current
+        self.current = batch
+        self.piece_rows = rows
         batch.pieces += 1
-        batch.rows_trained = None if rows is None or batch.rows_trained is None else batch.rows_trained + rows
+        if rows is None or batch.rows_trained is None:
+            batch.rows_trained = None
+        else:
+            batch.rows_trained += rows
         if batch is before:
             return
         if before is not None:
@@ -133,7 +155,8 @@ class HandedBatches:
             self.depth *= seems_ahead
         if self.is_open:
             if is_known:
-                self.is_ahead, self.depth = batch is not self.newest, 0
+                self.is_ahead = batch is not self.newest
+                self.depth = 0
             # The loop has skipped the batches before this one.
             self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
         elif batch in self.waiting:
@@ -155,9 +178,12 @@ class ActivePasses:
         if handed.depth or not handed.is_ahead:
             handed.waiting.clear()
         handed.is_ahead = handed.is_ahead and not handed.depth
-        handed.is_open, handed.is_shuffled, handed.newest, handed.depth = True, False, None, 0
-        self._recent = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
-        self._recent = [*self._recent[-7:], handed]
+        handed.is_open = True
+        handed.is_shuffled = False
+        handed.newest = None
+        handed.depth = 0
+        others = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
+        self._recent = [*others[-7:], handed]
         is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
         if is_inside and not handed.restarts:
             handed.restarts = True
@@ -190,13 +216,13 @@ class ActivePasses:
         """Return the batches that the loop is expected to train next."""
         fetched = [each for each in self._recent if each.are_fetched][-1:]
         sources = [each for each in self.trained if each.waiting] or self._open[-1:] or fetched
-        return [batch for each in sources for batch in each.expected()[:1]]
+        return [each.expected()[0] for each in sources if each.expected()]
 
     def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
         """Return the batches to which ``arrays`` belong, at most one per dataset."""
         found: list[Handed] = []
         for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
-            batch = each.find(arrays) if arrays else None
+            batch = each.find(arrays)
             if batch is not None:
                 found.append(batch)
                 arrays = [array for array in arrays if not batch.arrays_among([array])]
@@ -208,10 +234,15 @@ def arrays_in(batch: object, depth: int = 8) -> Iterator[TensorOrArray]:
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
     elif isinstance(batch, (dict, tuple, list)) and depth:
-        for each in batch.values() if isinstance(batch, dict) else batch:
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        for each in batch:
             yield from arrays_in(each, depth - 1)
 
 
 def rows_of(arrays: Sequence[TensorOrArray]) -> int | None:
     """Return the number of rows of a batch or a piece of one: the length of its first array."""
-    return next((int(each.shape[0]) for each in arrays if each.shape), None)
+    for each in arrays:
+        if each.shape:
+            return int(each.shape[0])
+    return None

@@ -19,7 +19,6 @@ from ms_gradaccum._checks import (
     check_choice,
     listed,
     refuse_unknown,
-    require,
     typed,
     warn,
 )
@@ -35,7 +34,7 @@ from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.static_graph.settings import forget_accumulation
-from ms_gradaccum.training.events import StatefulCallback
+from ms_gradaccum.training.events import Extra
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
 
@@ -142,7 +141,9 @@ class Model(FrozenAfterInit, ms.Model):
         options["mixed_precision"] = precision
         self._options = options
         # The stock Model takes only the name of the level, by which its evaluation casts half-precision outputs.
-        level = "O0" if optimizer is None or precision is None else precision.level
+        level = "O0"
+        if optimizer is not None and precision is not None:
+            level = precision.level
         self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
 
@@ -166,10 +167,12 @@ class Model(FrozenAfterInit, ms.Model):
             if self._options.get("parallel", "auto") == "auto" and optimizer is not None:
                 self._options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
             network = adopted(network.network)
-        elif isinstance(network, AutoParallel):
-            rule, remedy = "a GradAccumulation of ms_gradaccum", "Write 'from ms_gradaccum import GradAccumulation'."
-            got = "MindSpore's, which sums the losses of a batch where it evaluates"
-            require(adopted(network.network) is network.network, _OWNER, "network", rule, got, remedy)
+        elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
+            raise ValueError(
+                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got MindSpore's, "
+                "which sums the losses of a batch where it evaluates. Write 'from ms_gradaccum import "
+                "GradAccumulation'."
+            )
         try:
             super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
         except BaseException:
@@ -178,7 +181,9 @@ class Model(FrozenAfterInit, ms.Model):
             raise
 
     def _build_train_network(self) -> nn.Cell:
-        inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
+        inner = self._network
+        if isinstance(inner, AutoParallel):
+            inner = inner.network
         if isinstance(inner, TrainOneStepCell):
             return self._adopt(inner)
         if self._optimizer is None:
@@ -199,27 +204,36 @@ class Model(FrozenAfterInit, ms.Model):
             # Evaluate a network with its loss inside as MindSpore evaluates a network and a loss.
             loss_cell = self._network
             for kind in (AutoParallel, TrainOneStepCell, GradAccumulation):
-                loss_cell = loss_cell.network if isinstance(loss_cell, kind) else loss_cell
-            rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
-            remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
-            is_stock = type(loss_cell) is nn.WithLossCell
-            require(is_stock, _OWNER, "eval_network", rule, f"None beside {got}", remedy)
-            casts, eval_indexes = self._amp_level in ("O2", "O3", "auto"), [0, 1, 2]
+                if isinstance(loss_cell, kind):
+                    loss_cell = loss_cell.network
+            if type(loss_cell) is not nn.WithLossCell:
+                raise ValueError(
+                    f"For 'Model', the argument 'eval_network' must be a cell that returns loss, output and label "
+                    f"where there are metrics, but got None beside {type(loss_cell).__name__}. Give "
+                    f"eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+                )
+            casts = self._amp_level in ("O2", "O3", "auto")
             eval_network = nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
+            eval_indexes = [0, 1, 2]
         super()._build_eval_network(metrics, eval_network, eval_indexes)
 
     def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
         """Train with a step that the user built; its settings are its own."""
-        got = "a TrainOneStepCell together with a loss_fn or an optimizer"
-        remedy = "Give Model(train_step), or the cell inside it with the optimizer."
-        is_alone = self._optimizer is None and self._loss_fn is None
-        require(is_alone, _OWNER, "network", "a loss cell", got, remedy)
-        got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
-        is_whole = not (isinstance(self._network, AutoParallel) and is_semi_auto(self._network))
-        require(is_whole, _OWNER, "network", "a loss cell in AutoParallel", got, remedy)
-        got = "a TrainOneStepCell with its own settings"
-        remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
-        require(not changed_options(self._options), _OWNER, "network", "a loss cell", got, remedy)
+        if self._optimizer is not None or self._loss_fn is not None:
+            raise ValueError(
+                "For 'Model', the argument 'network' must be a loss cell, but got a TrainOneStepCell together with a "
+                "loss_fn or an optimizer. Give Model(train_step), or the cell inside it with the optimizer."
+            )
+        if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
+            raise ValueError(
+                "For 'Model', the argument 'network' must be a loss cell in AutoParallel, but got AutoParallel around "
+                "a TrainOneStepCell. Put AutoParallel inside that cell."
+            )
+        if changed_options(self._options):
+            raise ValueError(
+                "For 'Model', the argument 'network' must be a loss cell, but got a TrainOneStepCell with its own "
+                "settings. Give accumulation_steps, clip and the like to the TrainOneStepCell."
+            )
         self._optimizer: nn.Cell = train_step.optimizer  # For callbacks that change the learning rate.
         return train_step
 
@@ -280,18 +294,31 @@ class Model(FrozenAfterInit, ms.Model):
     ) -> None:
         """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
         with self._resuming(resume, initial_epoch, train_dataset):
-            sinks = dataset_sink_mode, valid_dataset_sink_mode
             super().fit(
-                epoch, train_dataset, valid_dataset, valid_frequency, callbacks, *sinks, sink_size, initial_epoch
+                epoch,
+                train_dataset,
+                valid_dataset,
+                valid_frequency,
+                callbacks,
+                dataset_sink_mode,
+                valid_dataset_sink_mode,
+                sink_size,
+                initial_epoch,
             )
 
     @contextmanager
     def _resuming(self, resume: bool, initial_epoch: int, dataset: Dataset) -> Iterator[None]:
-        rule, remedy = "a dataset of mindspore.dataset", "An Accumulator loops over anything."
-        require(hasattr(dataset, "get_dataset_size"), _OWNER, "train_dataset", rule, typed(dataset), remedy, TypeError)
+        if not hasattr(dataset, "get_dataset_size"):
+            raise TypeError(
+                f"For 'Model', the argument 'train_dataset' must be a dataset of mindspore.dataset, but got "
+                f"{typed(dataset)}. An Accumulator loops over anything."
+            )
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
-        rule, remedy = "0 with resume=True", "The state knows in which pass it was saved."
-        require(not resume or initial_epoch == 0, _OWNER, "initial_epoch", rule, initial_epoch, remedy)
+        if resume and initial_epoch != 0:
+            raise ValueError(
+                f"For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got {initial_epoch}. The "
+                f"state knows in which pass it was saved."
+            )
         trains = isinstance(self._train_network, TrainOneStepCell)
         if not (trains or trains_itself(self._train_network)):
             raise ValueError(
@@ -303,7 +330,8 @@ class Model(FrozenAfterInit, ms.Model):
                 f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {frozen}, which "
                 f"train() sets to training mode with all others. Freeze it with {FREEZE}."
             )
-        self._resume, self._has_trained = resume, trains
+        self._resume = resume
+        self._has_trained = trains
         try:
             yield
         finally:
@@ -317,14 +345,15 @@ class Model(FrozenAfterInit, ms.Model):
             self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
-        checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
+        checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_place = None
         elif not steps.resume(checkpoints, epoch, kwargs):
             return None
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
-        callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
+        others = [each for each in callbacks if each not in checkpoints]
+        callbacks = [steps, *others, *checkpoints]
         if self._train_network.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
@@ -349,10 +378,14 @@ class Model(FrozenAfterInit, ms.Model):
 
     def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
         """Raise on all ranks if they are told different things. Collective."""
-        shared = [each for each in callbacks if isinstance(each, (ResumingCallback, StatefulCallback))]
-        agreed = {name: settings.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
-        agreed |= {"callbacks": [each.agreed() for each in shared]}
-        agreed |= {"epoch": epoch, "last_window": self.last_window, "resume": self._resume}
+        agreed = {
+            "initial_epoch": settings.get("initial_epoch"),
+            "dataset_sink_mode": settings.get("dataset_sink_mode"),
+            "callbacks": [each.agreed() for each in callbacks if isinstance(each, (ResumingCallback, Extra))],
+            "epoch": epoch,
+            "last_window": self.last_window,
+            "resume": self._resume,
+        }
         check_agreement(_OWNER, agreed, "begins to train a Model")
 
     @property
@@ -363,7 +396,9 @@ class Model(FrozenAfterInit, ms.Model):
     @property
     def data_place(self) -> DataPosition | None:
         """The position of this training in its data, or that of a loaded state; None without either."""
-        return self.resumed_place if self._steps is None else self._steps.place()
+        if self._steps is None:
+            return self.resumed_place
+        return self._steps.position()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:

@@ -1,5 +1,6 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_number, require, warn
+from ms_gradaccum._checks import MAX_INT, check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -18,6 +19,7 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -37,9 +39,9 @@ class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
     has_batch = False  # True if the buffers contain parts of the current batch.
-    clip: nn.Cell | None = None  # The clip of the caller for the full window, until the window ends.
+    clip: Clip | None = None  # The clip of the caller for the full window, until the window ends.
     # The last clip of the caller, for a process that joins an update of the others.
-    last_clip: nn.Cell | None = None
+    last_clip: Clip | None = None
 
     def __init__(
         self,
@@ -49,10 +51,12 @@ class TrainedNetwork(Window):
         config: AccumulationConfig,
         events: Events,
     ) -> None:
-        rule, got = "one for all optimizers of a network", f"{settings.clip!r} with {len(optimizers)} optimizers"
-        remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
-        fits = len(optimizers) == 1 or not settings.clip.has_groups
-        require(fits, _OWNER, "clip", rule, got, remedy)
+        if len(optimizers) > 1 and settings.clip.has_groups:
+            raise ValueError(
+                f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
+                f"{settings.clip!r} with {len(optimizers)} optimizers. A group would be two: use one optimizer, or "
+                f"ClipByGlobalNorm."
+            )
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
@@ -95,16 +99,22 @@ class TrainedNetwork(Window):
         if weight is None:
             return None
         network = self.network
-        rule, got, remedy = "", f"{weight}", "Leave it out."
         if "weight" in network.argument_names:
-            rule, got = "an argument of the network alone, given by position", "it by name"
-            remedy = "A batch has a weight of its own only for networks without it."
-        elif network.needs_all_rows or network.weighted:
-            rule = "left out for a network that returns its weight, or whose loss needs all rows"
-        elif network.micro_size > 1:
-            rule = f"left out for a batch of {network.micro_size} micro batches, which have weights of their own"
-            remedy = "Return (loss_mean, weight), and give weighted='mean' to GradAccumulation."
-        require(not rule, _OWNER, "weight", rule, got, remedy)
+            raise ValueError(
+                "For 'Accumulator', the argument 'weight' must be an argument of the network alone, given by position, "
+                "but got it by name. A batch has a weight of its own only for networks without it."
+            )
+        if network.needs_all_rows or network.weighted:
+            raise ValueError(
+                f"For 'Accumulator', the argument 'weight' must be left out for a network that returns its weight, or "
+                f"whose loss needs all rows, but got {weight}. Leave it out."
+            )
+        if network.micro_size > 1:
+            raise ValueError(
+                f"For 'Accumulator', the argument 'weight' must be left out for a batch of {network.micro_size} micro "
+                f"batches, which have weights of their own, but got {weight}. Return (loss_mean, weight), and give "
+                f"weighted='mean' to GradAccumulation."
+            )
         return check_weight(weight)
 
     def backward(
@@ -117,11 +127,15 @@ class TrainedNetwork(Window):
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
+        if not result.gives_mean:
+            sums = [output[0] for output in result.outputs]
+            weights = [output[1] for output in result.outputs]
+            mean: Tensor = self.run_mean_loss(*sums, *weights)
+            return mean
         loss: Tensor = result.outputs[0][0]
-        if result.gives_mean:
-            return as_dtype(loss + 0.0 if isinstance(loss, Parameter) else loss, ms.float32)
-        loss = self.run_mean_loss(*(output[i] for i in (0, 1) for output in result.outputs))
-        return loss
+        if isinstance(loss, Parameter):
+            loss = loss + 0.0  # A copy.
+        return as_dtype(loss, ms.float32)
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
         """Add one batch with gradients that the caller has computed."""
@@ -129,15 +143,15 @@ class TrainedNetwork(Window):
         parameters = [*self.micro_steps.parameters]
         if not self.grads_are_reduced and any(each.hooks() for each in parameters):
             check_not_late(_OWNER, self.network)
-        added = () if self.reducers[0].holds_grads else _check_grads(grads, parameters)
+        added: tuple[Tensor, ...] = ()
+        if not self.reducers[0].holds_grads:
+            added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
-        self.run_add_grads(*numbers, *added)
+        self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
         if self.ranks is not None and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
-            telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
-            self.note_first("gradients", telling, weight)
+            self.note_first("gradients", list(filter(_is_telling, added)), weight)
         if self.advisor.is_on:
             self.advisor.after_gradients(added)
         self.has_batch = True
@@ -146,8 +160,11 @@ class TrainedNetwork(Window):
 
     def backward_of(self, loss: Any, weight: float) -> Tensor:
         """Run the backward pass of a tensor, and add the gradients that it stores in the parameters."""
-        rule, remedy = "a batch, as the network takes it", "Call backward(*batch), which returns the loss."
-        require(hasattr(loss, "backward"), _OWNER, "args", rule, "one number", remedy, TypeError)
+        if not hasattr(loss, "backward"):
+            raise TypeError(
+                "For 'Accumulator', the argument 'args' must be a batch, as the network takes it, but got one number. "
+                "Call backward(*batch), which returns the loss."
+            )
         parameters = self.micro_steps.parameters
         for parameter in parameters:
             parameter.grad = None
@@ -172,8 +189,8 @@ class TrainedNetwork(Window):
         """Discard a full window. Warn of a loop that does so from the start: it calls step() too late or never."""
         self.discard()
         if self.micro_steps.events.updates == 0:
-            got, remedy = "zero_grad() for the first 4", "Call step() before zero_grad()."
-            self._note_mistake("a full window must be followed by step()", got, remedy)
+            rule = "a full window must be followed by step()"
+            self._note_mistake(rule, "zero_grad() for the first 4", "Call step() before zero_grad().")
 
     def _note_mistake(self, rule: str, got: str, remedy: str) -> None:
         """Warn of a mistake at its fourth occurrence."""
@@ -199,7 +216,8 @@ class BatchMeanLoss(nn.Cell):
 
     def construct(self, *parts: Tensor) -> Tensor:
         count = len(parts) // 2
-        total, weight = ops.addn(parts[:count]), ops.addn(parts[count:])
+        total = ops.addn(parts[:count])
+        weight = ops.addn(parts[count:])
         return ops.cast(total * reciprocal(weight), ms.float32)
 
 
@@ -209,60 +227,95 @@ def check_weight(weight: object) -> float:
 
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
-    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
+    return RuntimeError(f"For 'Accumulator', {rule}, but got {got}. {remedy}")
+
+
+def _scalar(number: float) -> Tensor:
+    return Tensor(number, ms.float32)
+
+
+def _is_telling(grad: Tensor) -> bool:
+    array = as_array(grad)
+    return bool(np.isfinite(array).all() and array.any())
 
 
 def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | None:
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
-        rule, got = "for a loop whose micro batches are run one by one", "AutoParallel on this device"
-        remedy = "Use TrainOneStepCell or Model: the compiler partitions a whole step."
-        raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
+        raise ValueError(
+            "For 'Accumulator', the argument 'network' must be for a loop whose micro batches are run one by one, but "
+            "got AutoParallel on this device. Use TrainOneStepCell or Model: the compiler partitions a whole step."
+        )
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):
         return replace(kind, sync_each_batch=True)
-    remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
-    require(kind.sync_each_batch, _OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy)
+    if not kind.sync_each_batch:
+        raise ValueError(
+            f"For 'Accumulator', the argument 'parallel' must be one that sync_each_batch fits, but got {kind!r}. Give "
+            f"HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
+        )
     return kind
 
 
 def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
     seen: set[int] = set()
-    for parameter in (parameter for optimizer in optimizers for parameter in optimizer.parameters):
-        rule, got = "optimizers of different parameters", f"{parameter.name!r} in two of them"
-        require(id(parameter) not in seen, _OWNER, "optimizer", rule, got, "Give each parameter to one optimizer.")
-        seen.add(id(parameter))
+    for optimizer in optimizers:
+        for parameter in optimizer.parameters:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"For 'Accumulator', the argument 'optimizer' must be optimizers of different parameters, but got "
+                    f"{parameter.name!r} in two of them. Give each parameter to one optimizer."
+                )
+            seen.add(id(parameter))
 
 
 def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]] | None) -> None:
     """Raise unless the gradients have the parameters' shapes, which are None for a loop that no graph can contain."""
     if expected is None:
         raise ValueError(
-            f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without "
-            f"a schedule, but got more. Call it from Python."
+            "For 'Accumulator', a call inside a compiled function must be one of a single network and optimizer "
+            "without a schedule, but got more. Call it from Python."
         )
-    rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {[*expected]}"
-    require([*found] == [*expected], _OWNER, "grads", rule, f"shapes {[*found]}", _FROM)
+    if [*found] != [*expected]:
+        raise ValueError(
+            f"For 'Accumulator', the argument 'grads' must be gradients of the optimizer's {len(expected)} parameters, "
+            f"of shapes {[*expected]}, but got shapes {[*found]}. {_FROM}"
+        )
 
 
 check_in_graph = primexpr(_check_shapes)
 
 
 def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:
-    grads = (grads,) if isinstance(grads, Tensor) else grads
+    if isinstance(grads, Tensor):
+        grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, _FROM))
-    _check_shapes(*([tuple(each.shape) for each in tensors] for tensors in (grads, parameters)))
-    strange = next((str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type), "")
-    require(not strange, _OWNER, "grads", "floating-point tensors", f"one of {strange}", _FROM, TypeError)
-    # A graph takes no parameter as an input, but gradients can be kept in parameters.
-    return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
+        raise TypeError(
+            f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {type(grads).__name__}. "
+            f"{_FROM}"
+        )
+    _check_shapes(_shapes_of(grads), _shapes_of(parameters))
+    checked = []
+    for grad in grads:
+        if grad.dtype not in mstype.float_type:
+            raise TypeError(
+                f"For 'Accumulator', the argument 'grads' must be floating-point tensors, but got one of {grad.dtype}. "
+                f"{_FROM}"
+            )
+        # A graph takes no parameter as an input, but gradients can be kept in parameters.
+        checked.append(grad.value() if isinstance(grad, Parameter) else grad)
+    return tuple(checked)
+
+
+def _shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in tensors]
 
 
 def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, list[nn.Cell]]]:
     """Return each network with its optimizers."""
-    networks, groups = _as_list(network), [_as_list(each) for each in _as_list(optimizer)]
+    networks = _as_list(network)
+    groups = [_as_list(each) for each in _as_list(optimizer)]
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
     require(networks, _OWNER, "network", "at least one", "an empty list", remedy)
     require(groups and all(groups), _OWNER, "optimizer", "at least one per network", "an empty list", remedy)
@@ -270,27 +323,35 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
         groups = [[group[0] for group in groups]]
     got = f"{len(groups)} for {len(networks)} networks"
     require(len(networks) == len(groups), _OWNER, "optimizer", "one per network", got, remedy)
-    twice, remedy = "one of them twice", "Nobody could tell its batches apart: put its losses into one cell."
+    twice = "one of them twice"
+    remedy = "Nobody could tell its batches apart: put its losses into one cell."
     require(_differ(networks), _OWNER, "network", "different networks", twice, remedy)
     remedy = "Put losses that train the same weights into one cell."
-    differ = len(groups) == 1 or _differ([each for group in groups for each in group])
+    differ = len(groups) == 1 or _differ(list(itertools.chain(*groups)))
     require(differ, _OWNER, "optimizer", "different optimizers", twice, remedy)
     return list(zip(networks, groups))
 
 
 def _as_list(items: object) -> list[nn.Cell]:
-    return list(items) if isinstance(items, (list, tuple)) else [items]
+    if isinstance(items, (list, tuple)):
+        return list(items)
+    return [items]
 
 
 def _differ(items: list[nn.Cell]) -> bool:
-    return len({id(each) for each in items}) == len(items)
+    return len(set(map(id, items))) == len(items)
 
 
 def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Sequence[TrainedNetwork]:
     """Return the trainer of ``network`` in a list, or all of them for None."""
-    chosen = [each for each in networks if network is None or any(network is name for name in each.names)]
-    got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
-    require(chosen, _OWNER, "network", "one of its networks", got, remedy)
+    if network is None:
+        return networks
+    chosen = [each for each in networks if any(network is name for name in each.names)]
+    if not chosen:
+        raise ValueError(
+            f"For 'Accumulator', the argument 'network' must be one of its networks, but got "
+            f"{type(network).__name__}. Give a network that the Accumulator was built with."
+        )
     return chosen
 
 

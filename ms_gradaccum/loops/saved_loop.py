@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 from mindspore import Parameter, nn
 
-from ms_gradaccum._checks import require
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
+from ms_gradaccum.training.events import Observed
 
 _OWNER = "Accumulator"
 
 
-class SavedLoop(nn.Cell):
+class SavedLoop(Observed, nn.Cell):
     """A cell whose parameters are all those of its loop, although the networks are not among its cells."""
 
     def set_windows(self, windows: list[TrainedNetwork]) -> None:
@@ -30,7 +30,7 @@ class SavedLoop(nn.Cell):
         cells = [each.network for each in self.windows]
         for each in self.windows:
             cells += each.ends.of_optimizers
-        cells += [self.ema_averages] if hasattr(self, "ema_averages") else []
+        cells.append(self.extras)
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self._reducers())
 
@@ -44,9 +44,11 @@ class SavedLoop(nn.Cell):
         """Initialize parameters, see ``nn.Cell.init_parameters_data``. MindSpore's saving begins with it."""
         seen: dict[str, Parameter] = {}
         for parameter in self.get_parameters():
-            rule, got = "one whose parameters have names of their own", f"two {parameter.name!r}"
-            remedy = "Rename one, such as optimizer.global_step.name = '...', or use save_state() and load_state()."
-            is_first = seen.setdefault(parameter.name, parameter) is parameter
-            require(is_first, _OWNER, "network or optimizer", rule, got, remedy)
+            if seen.setdefault(parameter.name, parameter) is not parameter:
+                raise ValueError(
+                    f"For 'Accumulator', the argument 'network or optimizer' must be one whose parameters have names "
+                    f"of their own, but got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = "
+                    f"'...', or use save_state() and load_state()."
+                )
         replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
         return replaced

@@ -20,7 +20,8 @@ UNSEEN = (
     "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
     "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
 )
-_RULE, _REMEDY = "a dict from epochs to numbers of batches, a function or None", "For example schedule={0: 1, 4: 2}."
+_RULE = "a dict from epochs to numbers of batches, a function or None"
+_REMEDY = "For example schedule={0: 1, 4: 2}."
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ class AccumulationConfig:
             _check_milestones(self.schedule)
         elif not (self.schedule is None or callable(self.schedule)):
             raise TypeError(argument_error(_OWNER, "schedule", _RULE, check.typed(self.schedule), _REMEDY))
-        is_once = self.schedule is None or self.accumulation_steps == 1
-        got = f"{self.accumulation_steps} and a schedule"
-        remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
-        require(is_once, _OWNER, "accumulation_steps", "1 with a schedule", got, remedy)
+        if self.schedule is not None and self.accumulation_steps != 1:
+            raise ValueError(
+                f"For 'AccumulationConfig', the argument 'accumulation_steps' must be 1 with a schedule, but got "
+                f"{self.accumulation_steps} and a schedule. Put the number into the schedule, for example "
+                f"schedule={{0: 1, 4: 2}}."
+            )
 
     def as_text(self) -> str:
         """Return the settings as a text that is equal on all ranks, with a function's name in place of its address."""
@@ -95,7 +98,9 @@ class AccumulationConfig:
                 f"batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function."
             )
         reached = [milestone for milestone in self.schedule if milestone <= epoch]
-        return self.schedule[max(reached)] if reached else 1
+        if not reached:
+            return 1
+        return self.schedule[max(reached)]
 
 
 def _check_milestones(schedule: dict[int, int]) -> None:
@@ -111,12 +116,15 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
     accumulation_steps = check.check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
-    rule, remedy = "an AccumulationConfig or None", "Build one, or leave it out."
-    config = check.check_type(owner, "config", config, AccumulationConfig, rule, remedy)
+    rule = "an AccumulationConfig or None"
+    config = check.check_type(owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out.")
     if accumulation_steps in (1, config.accumulation_steps):
         return config
-    rule, got = "the same as that of config", f"{accumulation_steps} and a config with {config.accumulation_steps}"
-    require(config.accumulation_steps == 1, owner, "accumulation_steps", rule, got, "Give it in one place.")
+    if config.accumulation_steps != 1:
+        raise ValueError(
+            f"For '{owner}', the argument 'accumulation_steps' must be the same as that of config, but got "
+            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it in one place."
+        )
     return replace(config, accumulation_steps=accumulation_steps)
 
 
@@ -135,7 +143,9 @@ class PreparedScheduler:
         in_batch: Callable[[], bool],
         why_not_due: Callable[[], str] = str,
     ) -> None:
-        self.scheduler, self.in_batch, self.why_not_due = scheduler, in_batch, why_not_due
+        self.scheduler = scheduler
+        self.in_batch = in_batch
+        self.why_not_due = why_not_due
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # A copy does not have it yet.

@@ -1,8 +1,8 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
@@ -12,12 +12,13 @@ from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.arguments import Args, Kwargs
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 from ms_gradaccum.parallel.semi_auto import SemiAuto, refuse_partition
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
-from ms_gradaccum.training.events import Observed
+from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.settings import (
@@ -35,6 +36,72 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OWNER = "TrainOneStepCell"
+_W = TypeVar("_W", bound=Window)
+
+
+class WindowDriver(Generic[_W]):
+    """Drives the windows of a training, one for each network: counts their batches, ends them, tells the listeners."""
+
+    # The number of the current or last batch in its window. The buffers store it, too.
+    batches = 0
+    # True if the current or last batch ends its window.
+    is_last_batch = False
+    has_warned_of_open = False
+
+    def __init__(self, owner: str, windows: Sequence[_W], events: Events) -> None:
+        self.owner = owner
+        self.windows = windows
+        self.events = events
+
+    @property
+    def is_open(self) -> bool:
+        """True if the buffer of some network is not empty."""
+        return any(window.is_open for window in self.windows)
+
+    def open_batches(self) -> int:
+        """Return the number of batches in the buffers, with those of graphs. It is read from the device."""
+        return max(window.count.read() for window in self.windows)
+
+    def begin_batch(self, steps: int) -> None:
+        """Begin the next batch of a window of so many."""
+        self.batches = 1
+        if steps > 1:
+            self.batches += self.windows[0].count.get()
+        # A loaded checkpoint may have more batches.
+        self.is_last_batch = self.batches >= steps
+        self.events.batches += 1
+
+    def take_back_batch(self) -> None:
+        """Do not count a batch that has failed before anything was added."""
+        self.batches -= 1
+        self.is_last_batch = False
+        self.events.batches -= 1
+
+    def close(self, window: _W, clip: Clip | None = None) -> StepOutput:
+        """End the window of one network. The listeners have heard of its update before."""
+        output = window.close(clip)
+        self.events.update_end(output)
+        return output
+
+    def begin_flush(self, batches: int) -> bool:
+        """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
+        most = self.windows[0].reducers[0].most("flushes its window", batches)
+        for window in self.windows:
+            window.compare_ranks()
+        return most > 0
+
+    def drop(self) -> int:
+        """Discard an unfinished window and return the number of its batches."""
+        batches = self.open_batches()
+        for window in self.windows:
+            window.discard()
+        return batches
+
+    def warn_if_open(self, when: str) -> None:
+        """Warn, once, if there is an unfinished window."""
+        if self.is_open and not self.has_warned_of_open:
+            self.has_warned_of_open = True
+            warn_of_open(self.owner, self.open_batches(), when)
 
 
 class HostDrivenStep(Step):
@@ -46,6 +113,7 @@ class HostDrivenStep(Step):
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
+        self.driver = WindowDriver(_OWNER, [self.window], self.events)
         # The parts for use inside a larger graph.
         (self.reducer,) = self.window.reducers
         (self.end,) = self.window.ends.of_optimizers
@@ -54,16 +122,57 @@ class HostDrivenStep(Step):
         self.number = number_of(self)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        batches = self.window.count.get() if self.accumulation_steps > 1 else 0
+        self.driver.begin_batch(self.accumulation_steps)
         try:
-            self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
+            self.window.add(args, kwargs, self.driver.is_last_batch)
         except BaseException as error:
             if self.window.can_continue_after(error):
-                self._end_batch(batches)  # The other ranks end theirs, too.
+                self._end_batch()  # The other ranks end theirs, too.
             else:
-                self.events.batches -= 1
+                self.driver.take_back_batch()
             raise
-        return self._end_batch(batches)
+        return self._end_batch()
+
+    def join(self) -> StepOutput:
+        self.driver.begin_batch(self.accumulation_steps)
+        self.window.micro_steps.join()
+        return self._end_batch()
+
+    def _end_batch(self) -> StepOutput:
+        if self.driver.is_last_batch:
+            return self._close()
+        self.window.count.set(self.driver.batches)
+        return self.window.partial_output()
+
+    def _close(self) -> StepOutput:
+        try:
+            self.events.tell("on_update_begin")
+        except BaseException as error:
+            # Otherwise its rows would be in the next window, too.
+            self.window.discard(for_all=True)
+            if self.window.can_continue_after(error):
+                self.driver.close(self.window)
+            raise
+        return self.driver.close(self.window)
+
+    def open_batches(self) -> int:
+        return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
+
+    def flush(self) -> StepOutput | None:
+        if not self.driver.begin_flush(self.open_batches()):
+            return None
+        output = self._close()
+        if not (output.is_updated or output.has_overflow):
+            return None
+        return output
+
+    def warn_if_open(self) -> None:
+        """Warn if a window is still open when the step is deleted or the program ends."""
+        if not self.is_carried:
+            self.driver.warn_if_open("at the end of its step")
+
+    def drop(self) -> int:
+        return self.driver.drop() if self.open_batches() else 0
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         self.window.note_first("batch", batch)
@@ -77,55 +186,6 @@ class HostDrivenStep(Step):
         self.window.micro_steps.check_hooks(False)
         self.window.advisor.before_graph()
 
-    def join(self) -> StepOutput:
-        self.window.micro_steps.join()
-        return self._end_batch(self.window.count.get())
-
-    def _end_batch(self, batches: int) -> StepOutput:
-        """Count a batch of a window that had ``batches`` before, and end the window if this batch is its last."""
-        # A loaded checkpoint may have more batches than this step's windows.
-        if batches + 1 >= self.accumulation_steps:
-            return self._close()
-        self.window.count.set(batches + 1)
-        return self.window.partial_output()
-
-    def _close(self) -> StepOutput:
-        try:
-            self.events.tell("on_update_begin")
-        except BaseException as error:
-            # Otherwise its rows would be in the next window, too.
-            self.window.discard(for_all=True)
-            if self.window.can_continue_after(error):
-                self.events.update_end(self.window.close())
-            raise
-        output = self.window.close()
-        self.events.update_end(output)
-        return output
-
-    def open_batches(self) -> int:
-        return 0 if self.accumulation_steps == 1 else self.window.count.read()
-
-    def flush(self) -> StepOutput | None:
-        batches = self.open_batches()
-        is_open = self.reducer.most("flushes its window", batches)
-        self.window.compare_ranks()
-        if not is_open:
-            return None
-        output = self._close()
-        return output if output.is_updated or output.has_overflow else None
-
-    def warn_if_open(self) -> None:
-        """Warn if a window is still open when the step is deleted or the program ends."""
-        batches = 0 if self.is_carried else self.open_batches()
-        if batches:
-            warn_of_open(_OWNER, batches, "at the end of its step")
-
-    def drop(self) -> int:
-        batches = self.open_batches()
-        if batches:
-            self.window.discard()
-        return batches
-
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         refuse_partition()
@@ -138,8 +198,10 @@ class HostDrivenStep(Step):
         for part in parts:
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
-        steps = self.accumulation_steps
-        output: tuple[Tensor, ...] = self.end(done) if steps == 1 else self.end.after_batch(done, steps)
+        if self.accumulation_steps == 1:
+            output: tuple[Tensor, ...] = self.end(done)
+        else:
+            output = self.end.after_batch(done, self.accumulation_steps)
         return output
 
 
@@ -248,9 +310,11 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
             self.add_flags(training=True)
         else:
             host = HostDrivenStep(self.network, optimizer, kind, settings)
-            self.body, self.windows = host, [host.window]
+            self.body = host
+            self.windows = [host.window]
             weakref.finalize(self, host.warn_if_open)
         self.events = self.body.events
+        self.extras = self.events.extras
         gather_when_saved(self, self.windows[0].reducers)
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
@@ -282,8 +346,10 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
-        found = super().parameters_and_names(name_prefix, expand)
-        return whole_parameters(found, self.windows[0].reducers if self._shows_whole else [])
+        found: Iterator[tuple[str, Parameter]] = super().parameters_and_names(name_prefix, expand)
+        if not self._shows_whole:
+            return found
+        return whole_parameters(found, self.windows[0].reducers)
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Rename the parameters, see ``nn.Cell.update_parameters_name``."""
@@ -293,7 +359,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
         self.check_claims()
-        shown, self._shows_whole = self._shows_whole, False
+        shown = self._shows_whole
+        self._shows_whole = False
         try:
             with self.body.compiling():
                 super().compile(*args, **kwargs)
@@ -312,7 +379,6 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
             self.check_claims()
         if self.use_graceful_exit:
             self._agree_to_exit()
-        self.events.batches += 1
         return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
@@ -323,7 +389,6 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         self.check_claims()
         if self.use_graceful_exit:
             self._agree_to_exit()
-        self.events.batches += 1
         return self.body.join()
 
     def _agree_to_exit(self) -> None:

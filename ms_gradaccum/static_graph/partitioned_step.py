@@ -73,6 +73,7 @@ class PartitionedStep(Step):
             self.is_unmeasured = False
             warn(not_measured("the compiler partitions the whole step"))
         self.is_called = True
+        self.events.batches += 1
         self.events.tell("on_update_begin")
         before = self.progress.snapshot() if self.progress.may_leave_out else None
         with graph_mode():

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from ms_gradaccum._checks import check_saved, is_count, require, typed
+from mindspore import nn
+
+from ms_gradaccum._checks import check_saved, is_count, typed
 from ms_gradaccum.training.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
@@ -75,10 +77,13 @@ class Events:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.batches = self.micro_batches = self.updates = self.skipped_updates = 0
+        self.batches = 0
+        self.micro_batches = 0
+        self.updates = 0
+        self.skipped_updates = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
-        self.attached: set[str] = set()  # The settings of callbacks whose tensors belong to the training step.
+        self.extras = nn.CellList(auto_prefix=False)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
@@ -95,9 +100,11 @@ class Events:
     def add(self, callback: object) -> None:
         """From now on, call the methods of ``callback`` that are named after events."""
         methods = _methods_of(callback)
-        rule = f"an object with at least one of the methods {', '.join(NAMES)}"
-        remedy = "Each takes one argument, a StepEvent."
-        require(methods, self.owner, "callback", rule, typed(callback), remedy, TypeError)
+        if not methods:
+            raise TypeError(
+                f"For '{self.owner}', the argument 'callback' must be an object with at least one of the methods "
+                f"{', '.join(NAMES)}, but got {typed(callback)}. Each takes one argument, a StepEvent."
+            )
         for name, method in methods.items():
             self._listeners[name].append(method)
         self.heard = True
@@ -112,7 +119,8 @@ class Events:
         try:
             yield
         finally:
-            self._listeners, self.heard = before, any(before.values())
+            self._listeners = before
+            self.heard = any(before.values())
 
     def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
@@ -134,28 +142,33 @@ class Events:
                 listener(event)
 
 
-class StatefulCallback:
+class Extra(nn.Cell):
     """A callback whose tensors belong to a training step, and so to its checkpoints and states."""
 
     def attach(self, step: "Observed") -> None:
-        """Add the tensors to ``step``. A second call with the same step does nothing."""
+        """Build the tensors for ``step``, once."""
         raise NotImplementedError
 
     def agreed(self) -> str:
         """Return the settings that all ranks must have in common."""
         raise NotImplementedError
 
+    def check_can_save(self, owner: str) -> None:
+        """Raise if the step cannot be saved or loaded now."""
+
 
 class Observed:
     """Base class of training steps with events."""
 
     events: Events
+    # The callbacks whose tensors belong to this step. They are among its cells, so that MindSpore finds the tensors.
+    extras: nn.CellList
 
     def adopt(self, callbacks: Sequence[object]) -> None:
         for callback in callbacks:
-            if isinstance(callback, StatefulCallback):
+            if isinstance(callback, Extra) and not any(callback is each for each in self.extras):
                 callback.attach(self)
-                self.events.attached.add(callback.agreed())
+                self.extras.append(callback)
 
     def add_callback(self, callback: StepCallback) -> None:
         """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.
@@ -171,7 +184,7 @@ class Observed:
         """
         self.adopt([callback])
         # A callback that gets each update twice would change its tensors twice.
-        if not (isinstance(callback, StatefulCallback) and self.events.has_listener(callback)):
+        if not (isinstance(callback, Extra) and self.events.has_listener(callback)):
             self.events.add(callback)
 
 
@@ -190,5 +203,9 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
 
 
 def _methods_of(callback: object) -> dict[str, Callable[[StepEvent], None]]:
-    methods = {name: getattr(callback, name, None) for name in NAMES}
-    return {name: method for name, method in methods.items() if callable(method)}
+    methods = {}
+    for name in NAMES:
+        method = getattr(callback, name, None)
+        if callable(method):
+            methods[name] = method
+    return methods

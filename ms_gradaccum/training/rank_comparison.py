@@ -58,7 +58,7 @@ class RankComparison:
     def compare(self) -> None:
         """Raise if learning rates, parameters or averages differ. Collective."""
         shared = [each for reducer in self.reducers for each in reducer.shared()]
-        averages = sorted(self.events.attached)
+        averages = sorted(extra.agreed() for extra in self.events.extras)
         states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
         self.first = NO_INPUT
         self.advisor.after_first_inputs([state.first for state in states])

@@ -141,6 +141,6 @@ def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None
     )
     if sens is not None:
         check_type(owner, "sens", sens, (int, float), "None or 1.0", remedy)
-    require(sens in (None, 1), owner, "sens", "None or 1.0", sens, remedy)
+        require(sens == 1, owner, "sens", "None or 1.0", sens, remedy)
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     require(not check_bool(owner, "return_grad", return_grad, remedy), owner, "return_grad", "False", True, remedy)

@@ -10,8 +10,6 @@ import numpy as np
 from mindspore import Tensor
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from ms_gradaccum._checks import argument_error
-
 # The loss as a NumPy array, and the arguments that NumPy's protocols pass.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -179,22 +177,26 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return type(self), (*self._asdict().values(), self.other_losses)
 
     def __repr__(self) -> str:
-        fields: dict[str, object] = {**self._asdict()}
+        items = [f"{name}={value}" for name, value in self._asdict().items()]
         if self.other_losses:
-            fields["other_losses"] = f"({', '.join(map(str, self.other_losses))})"
-        return f"StepOutput({', '.join(f'{name}={value}' for name, value in fields.items())})"
+            items.append(f"other_losses=({', '.join(map(str, self.other_losses))})")
+        return f"StepOutput({', '.join(items)})"
 
     def __str__(self) -> str:
         return str(self.loss)
 
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else str(self)
+        if not spec:
+            return str(self)
+        return format(float(self), spec)
 
     def asnumpy(self) -> _Loss:
         """Return the loss as a NumPy array."""
         if self.loss is None:
-            rule, remedy = "given with the gradients where it is asked for", "Call accumulator(grads, weight, loss)."
-            raise TypeError(argument_error("Accumulator", "loss", rule, None, remedy))
+            raise TypeError(
+                "For 'Accumulator', the argument 'loss' must be given with the gradients where it is asked for, but "
+                "got None. Call accumulator(grads, weight, loss)."
+            )
         loss: _Loss = self.loss.asnumpy()
         return loss
 
@@ -210,13 +212,17 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def __array_ufunc__(self, ufunc: object, method: str, *values: object, **settings: object) -> Any:
         # All operators come here. Never return a tensor: on the left of a sum, a tensor would add to a tuple.
-        return getattr(ufunc, method)(*(_number(value) for value in values), **settings)
+        return getattr(ufunc, method)(*map(_number, values), **settings)
 
     def __eq__(self, other: object) -> Any:
-        return super().__eq__(other) if isinstance(other, _NUMBERS) else tuple.__eq__(self, other)
+        if isinstance(other, _NUMBERS):
+            return super().__eq__(other)
+        return tuple.__eq__(self, other)
 
     def __ne__(self, other: object) -> Any:
-        return super().__ne__(other) if isinstance(other, _NUMBERS) else tuple.__ne__(self, other)
+        if isinstance(other, _NUMBERS):
+            return super().__ne__(other)
+        return tuple.__ne__(self, other)
 
     __hash__ = tuple.__hash__
 
@@ -224,15 +230,18 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 def _number(value: object) -> Any:
     if isinstance(value, StepOutput):
         return float(value)
-    return value.asnumpy() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.asnumpy()
+    return value
 
 
 def with_one_norm(outputs: list[StepOutput]) -> list[StepOutput]:
     """Return the reports of several optimizers with one norm and one decision."""
     norm = _total_norm([output.grad_norm for output in outputs])
     updated = all([output.is_updated for output in outputs])
-    # The overflow of an update is that of its norm.
-    overflow = not (math.isfinite(float(norm)) if updated else not any([o.has_overflow for o in outputs]))
+    overflow = any([output.has_overflow for output in outputs])
+    if updated:  # The overflow of an update is that of its norm.
+        overflow = not math.isfinite(float(norm))
     common = {"overflow": Tensor(overflow), "updated": Tensor(updated), "grad_norm": norm, "clipped_grad_norm": norm}
     return [output._replace(**common) for output in outputs]
 
@@ -248,4 +257,4 @@ def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput
 
 
 def _total_norm(norms: list[Tensor]) -> Tensor:
-    return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
+    return Tensor(math.hypot(*map(float, norms)), ms.float32)

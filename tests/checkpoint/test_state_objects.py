@@ -87,9 +87,9 @@ def new_loop(kind):
     optimizer = optim.SGD(network.trainable_params(), lr=0.01)
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, 2)
     accumulator.prepare(optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    loop = accumulator.window
+    loop = accumulator.driver
     loop.accumulator = accumulator
-    return loop.networks[0] if kind == "network" else loop
+    return loop.windows[0] if kind == "network" else loop
 
 
 def used_loop(loop):

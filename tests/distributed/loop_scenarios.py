@@ -61,7 +61,7 @@ def train_with_scheduler(batches, epochs, steps, **settings):
                 accumulator.step()
                 scheduler.step()
                 accumulator.zero_grad()
-    return weights_of(network), accumulator.window.updates, float(optimizer.lrs[0].asnumpy())
+    return weights_of(network), accumulator.driver.updates, float(optimizer.lrs[0].asnumpy())
 
 
 def batches_of(arrays, rows=2):

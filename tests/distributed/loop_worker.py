@@ -130,7 +130,7 @@ def count_shared_batches():
     backbone = nn.Dense(1, 2, has_bias=False)
     config = AccumulationConfig(3, sync_each_batch=True)
     accumulator = Accumulator(TokenMeanLoss(backbone), nn.SGD(backbone.trainable_params(), 0.1), config=config)
-    sizes, parallel = [], accumulator.window.networks[0].reducers[0]
+    sizes, parallel = [], accumulator.driver.windows[0].reducers[0]
     for _, cell in parallel.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):

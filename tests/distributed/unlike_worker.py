@@ -311,7 +311,7 @@ def loop_on_after_an_error(kind, place):
                     accumulator.step()
             except Failure as error:
                 errors.append(str(error))
-    results[key] = [weights_of(network), accumulator.window.updates]
+    results[key] = [weights_of(network), accumulator.driver.updates]
 
 
 def read_the_same_data(key, number, **settings):

@@ -26,7 +26,7 @@ def windows_of(accumulator, dataset, epochs):
         for _ in dataset:
             with accumulator.accumulate():
                 if accumulator.sync_gradients:
-                    sizes.append(accumulator.window.batches)
+                    sizes.append(accumulator.driver.batches)
         diary.append(sizes)
     return diary
 
@@ -202,7 +202,7 @@ def make_schedule():
 def test_counters_per_call():
     # After Keras's test_gradient_accumulation: iterations and accumulator at each call, three steps per update.
     _, accumulator = toy_loop(3)
-    window, table = accumulator.window, []
+    window, table = accumulator.driver, []
     for _ in train(accumulator, [batch(1)] * 4):
         table.append((window.batches, window.updates, accumulator.updated))
     assert table == [(1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False)]

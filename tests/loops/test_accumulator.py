@@ -418,7 +418,7 @@ def test_an_open_window_of_a_checkpoint_is_named_with_its_batches(tmp_path, eage
     list(train(accumulator, FOUR[:3]))
     ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "one.ckpt")))
     with pytest.warns(UserWarning, match="a window of 1 batch was still open"):
-        accumulator.window.warn_if_open("at the end")
+        accumulator.driver.warn_if_open("at the end")
 
 
 @pytest.mark.parametrize("end", ["flush", "drop"])

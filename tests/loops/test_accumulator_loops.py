@@ -170,7 +170,7 @@ def test_breaking_out_of_a_loop_keeps_the_window():
     dataset = accumulator.prepare(FOUR)
     for _ in itertools.islice(train(accumulator, dataset), 2):
         pass
-    assert accumulator.window.batches == 2 and accumulator.window.passes._open == []
+    assert accumulator.driver.batches == 2 and accumulator.driver.data.passes._open == []
     # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
     assert updates_of(accumulator, dataset) == [False, True, False, True]
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)
@@ -218,7 +218,7 @@ def test_an_inner_training_loop_ends_with_its_own_data():
     _, accumulator = toy_loop(10)
     outer, inner = accumulator.prepare(range(2), range(3))
     assert [ends_of(accumulator, inner) for _ in outer] == [[False, False, True]] * 2
-    assert accumulator.window.passes._open == []
+    assert accumulator.driver.data.passes._open == []
 
 
 def test_an_error_in_the_loop_leaves_the_pass():
@@ -226,7 +226,7 @@ def test_an_error_in_the_loop_leaves_the_pass():
     with pytest.raises(OSError):
         for _ in accumulator.prepare(range(1)):
             raise OSError
-    assert accumulator.window.passes._open == []
+    assert accumulator.driver.data.passes._open == []
     assert ends_of(accumulator, range(3)) == [False, True, False]
 
 
@@ -243,7 +243,7 @@ def test_validation_in_mid_window_changes_nothing_and_compiles_nothing_anew():
                 loss_cell.set_train(False)
                 losses = [number(loss_cell(*each)) for each in validation]
                 loss_cell.set_train(True)
-                assert losses == [10, 50, 122, 226] and accumulator.window.batches == index + 1
+                assert losses == [10, 50, 122, 226] and accumulator.driver.batches == index + 1
                 del compiled[before:]  # what the user's own call compiles
     assert compiled == [] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
@@ -285,8 +285,8 @@ def test_windows_partition_any_passes(passes, steps, apply):
         for _ in accumulator.prepare(range(length)):
             with accumulator.accumulate():
                 if accumulator.sync_gradients:
-                    sizes.append(accumulator.window.batches)
-    open_batches = 0 if accumulator.sync_gradients else accumulator.window.batches
+                    sizes.append(accumulator.driver.batches)
+    open_batches = 0 if accumulator.sync_gradients else accumulator.driver.batches
     if not apply:
         assert sizes == [steps] * (sum(passes) // steps) and open_batches == sum(passes) % steps
         return

@@ -109,7 +109,7 @@ def test_two_networks_train_alternately_as_by_hand(new_gan, named):
         assert found == pytest.approx(expected, rel=1e-6)
     # An update per batch ends elsewhere.
     assert diary[-1] != pytest.approx(alternating_by_hand(1)[-1], rel=1e-2)
-    assert outputs[0] is None and accumulator.window.updates == 2
+    assert outputs[0] is None and accumulator.driver.updates == 2
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared data", "any data"])

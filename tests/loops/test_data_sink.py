@@ -178,7 +178,7 @@ def test_processes_that_have_fewer_batches_end_with_their_data_and_not_in_a_sink
     """A process with three of four batches. MindSpore has put its number of batches in the place of -1."""
     _, model = toy()
     steps = PassSteps(model, [], batches(3), 0, 1)
-    steps.steps = 4
+    steps.passes.steps = 4
     params = InternalCallbackParam()
     params.update(dataset_sink_mode=True, sink_size=3, batch_num=3)
     with pytest.raises(ValueError, match="'dataset_sink_mode' must be False where some processes have more batches"):

@@ -321,7 +321,7 @@ def test_a_loop_of_ones_own(tmp_path, eager):
         accumulator.add_callback(ema)
         if folder is not None and any(folder.iterdir()):
             load_state(accumulator, folder)
-        weights = accumulator.window.networks[0].network.trainable_params()
+        weights = accumulator.driver.windows[0].network.trainable_params()
         seen = []
         for _ in range(epochs):
             for batch in data:
@@ -334,7 +334,7 @@ def test_a_loop_of_ones_own(tmp_path, eager):
                     seen.append(values(weights))
         return accumulator, ema, seen
 
-    start = values(new_loop()[0].window.networks[0].network.trainable_params())
+    start = values(new_loop()[0].driver.windows[0].network.trainable_params())
     _, ema, seen = looped(2)
     assert ema.updates == len(seen) == 6
     for i, average in enumerate(ema.parameters):

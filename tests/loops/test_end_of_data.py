@@ -54,7 +54,7 @@ def test_a_loop_may_fetch_batches_before_it_trains_them(way, make):
     for _ in range(2):
         assert updates_of(accumulator, way(accumulator.prepare(make()))) == ENDS_OF_SIX
     assert weight_of(network) == pytest.approx(descend(*[(1, 2, 3, 4), (5, 6)] * 2), rel=1e-5)
-    assert not accumulator.window.is_open
+    assert not accumulator.driver.is_open
 
 
 def test_batches_of_a_pipeline_are_fetched_ahead_over_the_end_of_a_pass():
@@ -138,7 +138,7 @@ def test_two_datasets_side_by_side_end_with_the_shorter_one(order):
         ends = []
         for pair in zip(*accumulator.prepare(*(SIX, others)[::order]), strict=False):
             with accumulator.accumulate():
-                accumulator.window.recognise(pair)
+                accumulator.driver.recognise(pair)
                 accumulator.backward(*pair[0])
                 accumulator.step()
             ends.append(accumulator.updated)
@@ -153,7 +153,7 @@ def test_a_dataset_that_is_trained_with_another_one_and_begins_anew_is_named():
     with pytest.warns(UserWarning, match="has begun anew before the end of that one, but its last batch") as told:
         for pair in zip(outer, again, strict=False):
             with accumulator.accumulate():
-                accumulator.window.recognise(pair)
+                accumulator.driver.recognise(pair)
                 accumulator.backward(*pair[0])
                 accumulator.step()
                 ends.append(accumulator.updated)
@@ -230,7 +230,7 @@ def test_batches_of_other_ranks_come_after_those_that_were_fetched(monkeypatch):
     order = []
     monkeypatch.setattr(prepared, "ranks", 2)
     monkeypatch.setattr("ms_gradaccum.loops.dataloader.gather_counts", lambda doing, length: [length, length + 2])
-    monkeypatch.setattr(accumulator.window, "join", lambda join: order.append(join))
+    monkeypatch.setattr(accumulator.driver, "join", lambda join: order.append(join))
     for each in train(accumulator, prefetched(prepared)):
         order.append(each.sync_gradients)
     assert order == [False, False, False, (False, 0), (True, 0), False]

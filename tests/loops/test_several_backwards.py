@@ -70,7 +70,7 @@ def test_an_argument_that_the_network_does_not_take_is_refused(eager):
     accumulator = Accumulator(critic, momentum(critic), 2)
     with pytest.raises(TypeError, match="same_batch"):
         accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=True)
-    assert not accumulator.window.is_open
+    assert not accumulator.driver.is_open
 
 
 @pytest.fixture

@@ -264,12 +264,12 @@ def test_a_method_of_accumulator(name):
     accumulator.backward(*FOUR[0])
     refused, call = 0, of_accumulator(name)
     for make in ODD:
-        before, batches = values_of(accumulator), accumulator.window.batches
+        before, batches = values_of(accumulator), accumulator.driver.batches
         clip = accumulator.windows[0].last_clip
         if refusal(call, accumulator, make()) is not None:
             refused += 1
             assert not changed(before, values_of(accumulator))
-            assert batches == accumulator.window.batches == accumulator.window.events.batches
+            assert batches == accumulator.driver.batches == accumulator.driver.events.batches
             assert clip is accumulator.windows[0].last_clip
     assert refused > len(ODD) / (4 if name == "prepare" else 2)
     assert accumulator.drop() >= 1

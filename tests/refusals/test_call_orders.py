@@ -167,7 +167,7 @@ def test_a_schedule_that_refuses_a_batch_does_not_count_it():
     for _ in range(2):
         with raises(TypeError, f"{rule}{typed('two')}. It is called with the number of updates so far."):
             accumulator.backward(*FOUR[1])
-        assert (accumulator.window.events.batches, accumulator.sync_gradients, accumulator.updated) == (1, True, True)
+        assert (accumulator.driver.events.batches, accumulator.sync_gradients, accumulator.updated) == (1, True, True)
 
 
 def test_a_clip_that_is_refused_is_not_that_of_a_process_that_joins():
@@ -403,7 +403,7 @@ class AccumulatorOrders(Modelled):
         if not hasattr(self, "network"):
             return
         (parallel,) = self.accumulator.windows[0].reducers
-        self.compare(self.network, parallel.buffer, self.accumulator.window.events)
+        self.compare(self.network, parallel.buffer, self.accumulator.driver.events)
         assert (self.accumulator.sync_gradients, self.accumulator.updated) == (self.ends, self.updated)
 
 

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
-from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.training import window
 from ms_gradaccum.training.events import Events
 
@@ -46,7 +46,7 @@ def renew(accumulator, config=None):
     accumulator.events = Events("Accumulator")
     for trained in accumulator.windows:
         trained.micro_steps.events, trained.mistakes = accumulator.events, Counter()
-    accumulator.window = LoopWindow(config or accumulator.config, accumulator.windows, accumulator.events)
+    accumulator.driver = LoopDriver(config or accumulator.config, accumulator.windows, accumulator.events)
 
 
 def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):

@@ -242,8 +242,8 @@ MUTATIONS = (
     Mutation(
         "a window ends with a sink in place of the pass",
         "loops/epoch.py",
-        "        self.in_pass = self.done % self.steps != 0\n",
-        "        self.in_pass = self.done % params.batch_num != 0\n",
+        "        passes.in_pass = passes.batches != 0\n",
+        "        passes.in_pass = passes.done % params.batch_num != 0\n",
         ("loops/test_data_sink.py",),
     ),
     Mutation(

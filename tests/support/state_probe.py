@@ -79,7 +79,7 @@ def train_loop(accumulator, data, scheduler, epochs, first_epoch=0, save_after=N
 def bits_of(step):
     """All that a training step holds, to compare exactly."""
     if isinstance(step, Accumulator):
-        window = step.window
+        window = step.driver
         counts = [window.batches, window.updates, step.sync_gradients, window.is_open]
     else:
         counts = [step.open_batches()]

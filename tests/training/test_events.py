@@ -83,7 +83,8 @@ def built():
 @pytest.fixture
 def step(built):
     """A step that has done nothing yet and that nobody listens to. Compiled once."""
-    built.events = built.body.events = built.body.window.micro_steps.events = Events("TrainOneStepCell")
+    events = Events("TrainOneStepCell")
+    built.events = built.body.events = built.body.driver.events = built.body.window.micro_steps.events = events
     return built
 
 
