@@ -63,9 +63,9 @@ def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:
     cell._get_attr_from_cell(like)
 
 
-def has_hook(cell: nn.Cell) -> bool:
-    """Return whether a hook is registered on a cell."""
-    return bool(cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook)
+def registered_hooks(cell: nn.Cell) -> tuple[Any, ...]:
+    """Return the hooks of a cell: a dict for each kind, or None."""
+    return cell._forward_hook, cell._forward_pre_hook, cell._backward_hook, cell._backward_pre_hook
 
 
 def accept_jit_functions() -> None:

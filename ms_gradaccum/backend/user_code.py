@@ -6,7 +6,7 @@ import re
 from mindspore import nn
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, first_line
-from ms_gradaccum.backend.mindspore_private import has_hook
+from ms_gradaccum.backend.mindspore_private import registered_hooks
 
 # Patterns in compiler errors: an operator without a kernel on this device, and a line of code.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
@@ -30,7 +30,7 @@ class UserCode:
     def refuse_hooks(self) -> None:
         """Raise if the cell has hooks, which a graph does not call. Hooks can be registered at any time."""
         names = [parameter.name for parameter in self.parameters if parameter.hooks()]
-        names += [cell.cls_name for cell in self.cells if has_hook(cell)]
+        names += [cell.cls_name for cell in self.cells if any(registered_hooks(cell))]
         if names:
             rule = f"None where {self.what} has hooks"
             got = f"True, and {names[0]} has a hook, which a graph would not call"
