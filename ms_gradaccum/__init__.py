@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ms_gradaccum.loops.ema import EMA as EMA
     from ms_gradaccum.loops.model import Model as Model
     from ms_gradaccum.loops.schedule import AccumulationConfig as AccumulationConfig
+    from ms_gradaccum.loops.train_step import TrainOneStepCell as TrainOneStepCell
     from ms_gradaccum.parallel.kinds import HSDP as HSDP
     from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
     from ms_gradaccum.parallel.kinds import Reduced as Reduced
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ms_gradaccum.training.events import StepEvent as StepEvent
     from ms_gradaccum.training.grad_accumulation import GradAccumulation as GradAccumulation
     from ms_gradaccum.training.step_output import StepOutput as StepOutput
-    from ms_gradaccum.training.train_step import TrainOneStepCell as TrainOneStepCell
 
 __version__ = "0.2.0"
 
@@ -68,7 +68,7 @@ _NAMES = {
     "training.events": "StepEvent",
     "training.grad_accumulation": "GradAccumulation",
     "training.step_output": "StepOutput",
-    "training.train_step": "TrainOneStepCell",
+    "loops.train_step": "TrainOneStepCell",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

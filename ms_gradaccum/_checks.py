@@ -24,7 +24,8 @@ _Types = type[_T] | tuple[type[_T], ...]
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
 MAX_INT = 2**31 - 1
-_LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 # Path prefixes of code that is not the user's: this package, MindSpore, and the standard library.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 # The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
@@ -61,16 +62,23 @@ def require(
 
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
-    known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
     unknown = [name for name in arguments if name not in known]
     if not unknown:
         return
     meant = []
     for name in unknown:
-        for right in [_RIGHT_NAMES[name]] if name in _RIGHT_NAMES else difflib.get_close_matches(name, known, 1):
-            home = "GradAccumulation" if right in ("micro_size", "batch_axis") else "TrainOneStepCell or Model"
-            place = "" if right in known else f" of {home}"
-            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(unknown) > 1))
+        close = difflib.get_close_matches(name, known, 1)
+        right = _RIGHT_NAMES.get(name, *close or [""])
+        if right:
+            hint = _IN_FULL.get(right, right)
+            if right not in known:
+                is_split = right in ("micro_size", "batch_axis")
+                hint += " of GradAccumulation" if is_split else " of TrainOneStepCell or Model"
+            if len(unknown) > 1:
+                hint += f" for {name}"
+            meant.append(hint)
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
     names = ", ".join(map(repr, unknown))
     raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
@@ -88,9 +96,12 @@ class FrozenAfterInit:
     def __setattr__(self, name: str, value: object) -> None:
         own: Any = type(self)
         if self._is_built and name in _settings(own) and value is not getattr(self, name, None):
-            kind = next(each for each in own.__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
-            rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
-            require(name in own._obeyed, kind, name, rule, "another one", remedy)
+            kind = next(each.__name__ for each in own.__mro__ if each.__module__.startswith(f"{__package__}."))
+            if name not in own._obeyed:
+                raise ValueError(
+                    f"For '{kind}', the argument '{name}' must be the one that it was built with, but got another one. "
+                    f"Build a new {kind}; an optimizer goes with one."
+                )
             value = own._obeyed[name](value)
         super().__setattr__(name, value)
 
@@ -117,9 +128,12 @@ class NonCopyable:
 @functools.cache
 def _settings(kind: Any) -> frozenset[str]:
     """Return the argument names of a class and of its bases, and their synonyms in other libraries."""
-    constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
-    ours = [each for each in constructors if getattr(each, "__module__", "").startswith(f"{__package__}.")]
-    return frozenset(_RIGHT_NAMES).union(*(inspect.signature(each).parameters for each in ours))
+    names = set(_RIGHT_NAMES)
+    for each in kind.__mro__:
+        constructor = vars(each).get("__init__")
+        if getattr(constructor, "__module__", "").startswith(f"{__package__}."):
+            names.update(inspect.signature(constructor).parameters)
+    return frozenset(names)
 
 
 def is_a(value: object, kinds: _Types[_T]) -> TypeGuard[_T]:
@@ -172,10 +186,10 @@ def check_positive_float32(owner: str, name: str, value: object, remedy: str) ->
 
 def check_number(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value``, a number or a tensor or array of one element, as a float if it is finite and at least 0."""
-    number = value.asnumpy() if isinstance(value, ms.Tensor) else value
-    number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(argument_error(owner, name, "a number", typed(value), remedy))
+    array = value.asnumpy() if isinstance(value, ms.Tensor) else value
+    if isinstance(array, (np.ndarray, np.generic)) and array.size == 1:
+        value = array.item()
+    number = check_type(owner, name, value, (int, float), "a number", remedy)
     require(0 <= number <= sys.float_info.max, owner, name, "a number of at least 0", number, remedy)
     return float(number)
 
@@ -184,20 +198,26 @@ def check_loss(owner: str, value: object) -> float:
     """Return a loss for the report as a float; NaN for None. An Inf or a NaN is accepted."""
     if value is None:
         return math.nan
-    rule, got, remedy = "a number, a tensor of one or None", typed(value), "It is for the report alone."
+    got = typed(value)
     if isinstance(value, (int, float, ms.Tensor, np.ndarray, np.generic)):
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
-    raise TypeError(argument_error(owner, "loss", rule, got, remedy))
+    raise TypeError(
+        f"For '{owner}', the argument 'loss' must be a number, a tensor of one or None, but got {got}. It is for the "
+        f"report alone."
+    )
 
 
 def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
-    got = f"that of {own.__name__}, which would never be called"
-    require(own is base, owner, "construct", f"that of {base.__name__}", got, remedy, TypeError)
+    if own is not base:
+        raise TypeError(
+            f"For '{owner}', the argument 'construct' must be that of {base.__name__}, but got that of {own.__name__}, "
+            f"which would never be called. {remedy}"
+        )
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
@@ -277,9 +297,11 @@ def _matches(pattern: str | re.Pattern[str] | None, text: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the name of the error's type."""
-    lines = (line.strip() for line in str(error).splitlines())
-    # MindSpore frames headings such as "- Kernel error:" with lines of dashes.
-    return next((line for line in lines if line.strip("-") and not line.startswith("- ")), type(error).__name__)
+    for line in map(str.strip, str(error).splitlines()):
+        # MindSpore frames headings such as "- Kernel error:" with lines of dashes.
+        if line.strip("-") and not line.startswith("- "):
+            return line
+    return type(error).__name__
 
 
 def is_lost(owner: str, error: BaseException) -> bool:
@@ -296,13 +318,15 @@ def is_lost(owner: str, error: BaseException) -> bool:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as in "1 batch" and "2 batches"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
 
 
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first ``most`` names, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    text = ", ".join(names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
 def warn_of_dropped(owner: str, batches: int) -> None:

@@ -19,12 +19,12 @@ from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.snapshot import Array, Snapshot, SnapshotTensors, as_array, kept, set_mode
+from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.batch.split import Flattened, MicroBatch
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
-# Relative differences that rounding explains: of a loss in float32, in 16 bits, and of a gradient.
-TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
+# A relative difference of a gradient that rounding explains.
 GRADIENT_TOLERANCE = 1e-3
 # All losses that are multiples of a number have been rounded to it, and to some more in the operators before.
 NUM_QUANTA = 16
@@ -431,7 +431,7 @@ class LossMeasurement:
         values = np.array([each.value for each in losses])
         quantum = _quantum(values)
         of_quanta = NUM_QUANTA * quantum / np.abs(values).max() if quantum else 0.0
-        return max(TOLERANCES[self.dtype], min(float(of_quanta), MAX_OF_QUANTA))
+        return max(TOLERANCES[self.dtype].loss, min(float(of_quanta), MAX_OF_QUANTA))
 
     def _sentence(self, error: float) -> str:
         if self.network.weighted:

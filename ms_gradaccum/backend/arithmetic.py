@@ -16,6 +16,11 @@ def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:
     return value if value.dtype == dtype else ops.cast(value, dtype)
 
 
+def as_flat(values: Tensor) -> Tensor:
+    """Return all elements in one row of float32, which every backend sends and which represents 16 bits exactly."""
+    return ops.cast(values, ms.float32).reshape(-1)
+
+
 def scale_wide(factor: Tensor, grad: Tensor) -> Tensor:
     """Return ``grad * factor`` in at least 32 bits: in 16 bits a small factor could underflow."""
     return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor

@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, is_lost, typed
+from ms_gradaccum.backend.device import keeps_calls
 from ms_gradaccum.backend.mindspore_private import (
     accept_jit_functions,
     cell_graph_executor,
@@ -268,7 +269,7 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
 
     Without this, MindSpore fails there (its own step does), which can break the next compilation in the process.
     """
-    inlines = ms.get_context("device_target") != "Ascend"
+    inlines = not keeps_calls()
     built = [cell for cell in cells if inlines and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
     late = [cell for cell in built if not hasattr(cell, "no_inline")]  # A policy has already set it.
     for cell in late:

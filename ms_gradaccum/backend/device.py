@@ -1,4 +1,4 @@
-"""The device that cells are built for, and what differs by device.
+"""All that differs by device: no other file compares names of devices.
 
 With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions on CPU.
 """
@@ -11,12 +11,12 @@ from ctypes import CDLL
 from pathlib import Path
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr
+
+DEVICES = ("CPU", "GPU", "Ascend")
 
 _stand_in_for: str | None = None  # The device to build for, in a simulation.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
@@ -27,9 +27,14 @@ _AVX512 = 0x20  # The bit of dnnl_cpu_isa_avx512_core, which higher instruction 
 _CELLS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Conv1dTranspose, nn.Conv2dTranspose, nn.Conv3dTranspose)
 
 
+def this_device() -> str:
+    """Return the device on which this process runs operators: one of `DEVICES`."""
+    return str(ms.get_context("device_target"))
+
+
 def device_target() -> str:
-    """Return ``"CPU"``, ``"GPU"`` or ``"Ascend"``."""
-    return _stand_in_for or ms.get_context("device_target")
+    """Return the device that cells are built for: one of `DEVICES`."""
+    return _stand_in_for or this_device()
 
 
 @contextmanager
@@ -43,21 +48,73 @@ def built_for(target: str) -> Iterator[None]:
         _stand_in_for = before
 
 
-def multiply(dtype: ms.Type) -> None:
-    """Multiply two matrices on the device of this process. Raise if it has no MatMul for this dtype."""
-    # A failed operator may raise its error in the next one, unless the records are cleared (`op_by_op` does so).
-    with op_by_op():
-        ones = Tensor(np.ones((2, 2)), dtype)
-        ops.matmul(ones, ones).asnumpy()
+def runs_here() -> bool:
+    """Return whether cells are built for the device of this process, so that an operator can be tried."""
+    return device_target() == this_device()
 
 
-def clamps_overflow() -> bool:
-    """Return whether an overflow gives the largest finite number, as in Ascend's saturation mode, instead of an Inf."""
-    if ms.get_context("device_target") != "Ascend":
-        return False  # The compiler for GPUs runs on machines without one, where an operator would crash the process.
-    with op_by_op():
-        largest = Tensor(np.float16(65504.0))
-        return bool(np.isfinite((largest + largest).asnumpy()))
+def is_host(device: str | None = None) -> bool:
+    """Return whether the device is the host: tensors are in its memory, and kernels run on its cores."""
+    return (device or this_device()) == "CPU"
+
+
+def can_partition(device: str | None = None) -> bool:
+    """Return whether MindSpore's compiler can partition a graph: semi-auto-parallel."""
+    return (device or device_target()) != "CPU"
+
+
+def has_data_sink(device: str | None = None) -> bool:
+    """Return whether `Model` trains a data sink as one graph. On CPU it calls the step for each batch."""
+    return (device or device_target()) != "CPU"
+
+
+def graphs_can_raise() -> bool:
+    """Return whether an error may be raised inside a graph. It was tried only on CPU."""
+    return device_target() == "CPU"
+
+
+def has_mint_optimizers() -> bool:
+    """Return whether optimizers of mindspore.mint update op by op."""
+    return device_target() != "CPU"
+
+
+def keeps_calls() -> bool:
+    """Return whether the compiler keeps cells with ``lazy_inline`` as functions. Elsewhere it fails at them."""
+    return this_device() == "Ascend"
+
+
+def can_saturate() -> bool:
+    """Return whether an overflow may give the largest finite number in place of an Inf."""
+    return this_device() == "Ascend"
+
+
+def sends_bfloat16() -> bool:
+    return this_device() != "CPU"
+
+
+def has_reduce_scatter(device: str) -> bool:
+    return device != "CPU"
+
+
+def has_all_gather_in_groups(device: str) -> bool:
+    """Return whether an AllGather works for some of the ranks, and not only for all."""
+    return device != "CPU"
+
+
+def reduces_in_order(device: str) -> bool:
+    """Return whether each AllReduce of a graph waits for the values that it sends."""
+    # On GPU, MindSpore 2.10 puts it on a stream of its own, which waits for nothing.
+    return device != "GPU"
+
+
+def product_dtype(device: str) -> ms.Type:
+    """Return the dtype to whose precision the device rounds the factors of a float32 matrix product."""
+    return ms.float32 if device == "CPU" else ms.float16  # TF32 has as many digits as float16.
+
+
+def arguments_of_set_device() -> list[str | int]:
+    """Return the arguments with which `mindspore.set_device` chooses the device of this process."""
+    return [this_device()] if is_host() else [this_device(), ms.get_context("device_id")]
 
 
 def cores() -> int:
@@ -66,21 +123,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@primexpr
-def _runs_on_cpu() -> bool:
-    return bool(ms.get_context("device_target") == "CPU")
+_is_host_in_graph = primexpr(is_host)
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:
     """Return a tensor with the shape of ``like``, filled with ``number``."""
     # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
     # ops.broadcast_to would take much longer to compile.
-    return ops.FillV2()(like.shape, number) if _runs_on_cpu() else ops.BroadcastTo(like.shape)(number)
+    return ops.FillV2()(like.shape, number) if _is_host_in_graph() else ops.BroadcastTo(like.shape)(number)
 
 
 def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
     """Warn of slow convolutions if the network has any and the user has not set the variable."""
-    if VARIABLE in os.environ or ms.get_context("device_target") != "CPU":
+    if VARIABLE in os.environ or not is_host():
         return
     if are_slow() and has_convolutions(network):
         warn(f"For '{owner}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. {REMEDY}")

@@ -53,9 +53,11 @@ class OptimizerOwner(Protocol):
     """The window of a training step. It owns its optimizers until another step is built with one of them."""
 
     owner: str
-    optimizers: list[nn.Cell]
     watches_calls: bool
     has_claims: bool
+
+    @property
+    def optimizers(self) -> list[nn.Cell]: ...
 
 
 def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import DamagedState, State, is_a, is_count
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array as Array
@@ -74,7 +74,7 @@ def as_array(tensor: Tensor) -> Array:
 def few_elements(tensor: Tensor) -> Array:
     """Return up to 127 elements of a tensor. On CPU the array is a view; other devices copy only these elements."""
     step = tensor.size // 64 or 1
-    if tensor.ndim == 0 or device_target() == "CPU":
+    if tensor.ndim == 0 or is_host():
         return as_array(tensor).reshape(-1)[::step]
     return as_array(tensor.reshape(-1)[::step])
 

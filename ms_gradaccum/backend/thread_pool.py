@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from ms_gradaccum.backend.device import cores, has_convolutions
+from ms_gradaccum.backend.device import cores, has_convolutions, is_host
 
 _MOST_CORES = 4  # With more, the kernels have threads enough beside the one that spins.
 _MOST_KERNELS = 100  # MindSpore itself runs larger graphs in the thread pool.
@@ -27,7 +27,7 @@ def thread_pool_is_faster(
     jit_config: Mapping[str, object],
 ) -> bool:
     """Return whether MindSpore's thread pool runs a micro step with these inputs faster."""
-    if ms.get_context("device_target") != "CPU" or not 1 < cores() <= _MOST_CORES:
+    if not is_host() or not 1 < cores() <= _MOST_CORES:
         return False
     fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
     if fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive":

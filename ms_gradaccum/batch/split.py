@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import argument_error, typed
+from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.structure import DictOf, PythonValue, SequenceOf, Structure, TensorPlace
 
 # One axis for all inputs, or a nest with one entry per input (None: the input is not split).
@@ -250,7 +251,7 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
         return [tensor] * len(bounds)
     before = (slice(None),) * (axis % tensor.ndim)
     # On CPU the data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
-    is_on_host = ms.get_context("device_target") == "CPU"
+    is_on_host = is_host()
     whole = tensor.asnumpy() if is_on_host else tensor
     parts = []
     for begin, end in bounds:

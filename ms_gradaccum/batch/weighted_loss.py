@@ -3,7 +3,7 @@
 This is exact for any split of rows or tokens; a mean of means is not.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -25,8 +25,10 @@ _OBJECT_REMEDY = (
 )
 _LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
-# The maximum number of further losses in a report. Graphs and collectives need a fixed number.
-MOST_OTHER_LOSSES = 64
+# Further losses that a network returns: their names, or what becomes of any number of them.
+Losses = tuple[str, ...] | Literal["sum", "first"]
+# The maximum number of further losses without names. Buffers and collectives need a number before the first batch.
+_MOST_OTHER_LOSSES = 64
 _stack = ops.Stack()
 
 
@@ -63,15 +65,27 @@ def _refuse_losses(count: int, remedy: str) -> None:
     )
 
 
+def num_other_losses(losses: Losses | None) -> int:
+    """Return the number of further losses that a report has room for."""
+    if losses is None:
+        return 0
+    return len(losses) if isinstance(losses, tuple) else _MOST_OTHER_LOSSES
+
+
 @primexpr
-def _presence_of(count: int) -> list[float]:
+def _presence_of(count: int, room: int, names: tuple[str, ...]) -> list[float]:
     """Return 1 for each of ``count`` losses, followed by 0 for each unused place in a report."""
-    if count > MOST_OTHER_LOSSES:
+    if names and count != room:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return at most {MOST_OTHER_LOSSES} scalars after its "
+            f"For 'GradAccumulation', the argument 'losses' must have a name for each scalar that 'network' returns "
+            f"after its loss, but got {names} for {count} of them. The loss itself, which is trained, has no name."
+        )
+    if count > room:
+        raise ValueError(
+            f"For 'GradAccumulation', the argument 'network' must return at most {room} scalars after its "
             f"loss, but got {count}. Return the sums of some of them, or stack those that need no report into a vector."
         )
-    return [1.0] * count + [0.0] * (MOST_OTHER_LOSSES - count)
+    return [1.0] * count + [0.0] * (room - count)
 
 
 def _is_loss(shape: tuple[int, ...], dtype: ms.Type, most_axes: int = 1) -> bool:
@@ -106,10 +120,12 @@ class WeightedLoss(nn.Cell):
     # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
     may_be_empty = False
 
-    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None, losses: str | None = None) -> None:
+    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None, losses: Losses | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.network, self.losses = network, losses
-        self.reports = losses is not None  # True if further losses are reported.
+        self.network = network
+        self.sums = losses == "sum"  # True if the sum of all losses is trained.
+        self.room = num_other_losses(losses)
+        self.names = losses if isinstance(losses, tuple) else ()
         self.unflatten = None if structure is None or structure.is_flat else structure.as_cell()
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
@@ -133,19 +149,19 @@ class WeightedLoss(nn.Cell):
             return ()
         # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
         found = _losses_in(outputs[begin:], outputs[0].ndim)
-        if self.losses is None and len(found) > 0:
+        if self.room == 0 and len(found) > 0:
             _refuse_losses(len(found), remedy)
         return found
 
     def reported(self, further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return a row of further losses and a row of ones, padded with zeros, or nothing without a report."""
-        if not self.reports:
+        if self.room == 0:
             return ()
-        presence = Tensor(_presence_of(len(further)), ms.float32)
+        presence = Tensor(_presence_of(len(further), self.room, self.names), ms.float32)
         values = ops.zeros_like(presence)
         if len(further) > 0:
             own = _stack(map_tensors(_as_number, further))
-            values = ops.concat((own, values[len(further) :]))
+            values = ops.concat((own, values[len(further) :])) if len(further) < self.room else own
         # The report has no gradient: losses that are trained are part of the loss itself.
         return (ops.stop_gradient(_stack((values, presence))),)
 
@@ -160,7 +176,7 @@ class RowWeight(WeightedLoss):
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
         further = self.further(outputs, 1, _LOSSES_REMEDY)
-        if self.losses == "sum":
+        if self.sums:
             for other in further:
                 loss = loss + scalar(other)
         total, weight = (loss, ONE) if rows is None else (loss * rows, rows)

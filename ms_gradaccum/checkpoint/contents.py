@@ -15,8 +15,8 @@ from ms_gradaccum.backend.snapshot import buffers_of
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."

@@ -31,8 +31,8 @@ from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, SavedState, check_arguments
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.world import World, current_world, digest, exchange
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
 _SAVES, _LOADS = "saves a state", "loads a state"

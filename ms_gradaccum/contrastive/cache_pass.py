@@ -12,6 +12,7 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Eager, Method, like_mode
 from ms_gradaccum.backend.tensors import map_tensors
+from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
@@ -20,9 +21,6 @@ from ms_gradaccum.contrastive.cached_loss import check_rows
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
-# The largest rounding difference between the two passes, relative to the largest number of a row.
-_MAX_DISTANCE = 1e-4
-_MAX_DISTANCE_16_BIT = 2e-2
 # A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -57,9 +55,11 @@ class CachePass(Preparation):
         self.batch_axis = batch_axis
         self.like = like
         self.reducer = reducer
-        self.max_distance = _MAX_DISTANCE
+        dtype = mstype.float32
         if like.micro_loss.half:
-            self.max_distance = _MAX_DISTANCE_16_BIT
+            dtype = mstype.float16
+        # The largest rounding difference between the two passes, relative to the largest number of a row.
+        self.max_distance = TOLERANCES[dtype].tensors
         self.state = _State(network.backbone, like.parameters)
         what = "the state of the network"
         self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, what)

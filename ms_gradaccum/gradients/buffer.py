@@ -56,24 +56,32 @@ class GradientBuffer(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.names = tuple(parameter.name for parameter in parameters)
-        shapes = [parameter.shape for parameter in parameters] if shapes is None else shapes
-        # 16-bit sums would lose the small addends of a long window.
-        dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
-        names = [f"accu_grads.{name}" for name in self.names]
-        self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
-        dtype = ms.float64 if ms.float64 in dtypes else ms.float32
+        if shapes is None:
+            shapes = [parameter.shape for parameter in parameters]
+        dtype = ms.float32  # Of the scalars: that of the widest sum.
+        sums = []
+        for parameter, shape in zip(parameters, shapes):
+            # 16-bit sums would lose the small addends of a long window.
+            wide = ms.float64 if parameter.dtype == ms.float64 else ms.float32
+            sums.append(zeros(f"accu_grads.{parameter.name}", shape, wide))
+            if wide == ms.float64:
+                dtype = wide
+        self.sums = ParameterTuple(sums)
         # They are named after a parameter because the buffers of two optimizers can be in one graph.
-        window = f"{names[0]}.window"
+        window = f"accu_grads.{self.names[0]}.window"
         self.loss = zeros(f"{window}_loss", (), dtype)
         self.weight = zeros(f"{window}_weight", (), dtype)
         # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
         self.number = number_of(self)
         # The number of dropped micro batches, in the dtype of the other reduced scalars.
-        self.dropped: Parameter | None = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
+        self.dropped: Parameter | None = None
+        if totals.counts_dropped:
+            self.dropped = zeros(f"{window}_dropped", (), dtype)
         # For each reported loss the sum (first row) and the weight (second row).
-        others = zeros(f"{window}_other_losses", (2, totals.other_losses), dtype) if totals.other_losses else None
-        self.other_losses: Parameter | None = others
+        self.other_losses: Parameter | None = None
+        if totals.other_losses:
+            self.other_losses = zeros(f"{window}_other_losses", (2, totals.other_losses), dtype)
         self.scalars = ParameterTuple([*self.totals(), self.batches])
         self.chunks = chunks_of([total.size for total in self.sums])
         self.add_one = _add_dense_only if dense_only else _add
@@ -115,7 +123,9 @@ class GradientBuffer(nn.Cell):
 
     def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
-        return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
+        if self.other_losses is None:
+            return ()
+        return (ops.depend(self.other_losses + 0.0, done),)
 
     def reciprocal_weight(self) -> Tensor:
         return reciprocal(self.weight)
@@ -139,7 +149,8 @@ class BatchCount:
     writes = 0  # The number of reads after others, such as the loading of a checkpoint, have written the parameter.
 
     def __init__(self, buffer: GradientBuffer) -> None:
-        self.buffer, self.parameter = buffer, buffer.batches
+        self.buffer = buffer
+        self.parameter = buffer.batches
         for name in ("set_data", "assign_value"):
             # Weak references, since this function is an attribute of the parameter.
             vars(self.parameter)[name] = partial(_write, weakref.ref(self), weakref.ref(self.parameter), name)
@@ -154,13 +165,16 @@ class BatchCount:
             self.set(self.known)
         found = int(self.parameter.asnumpy())
         self.is_changed = self.is_changed or found != self.known
-        self.known, self.is_stale, self.writes = found, False, self.writes + self.is_stale
+        self.writes += self.is_stale
+        self.is_stale = False
+        self.known = found
         return found
 
     def set(self, batches: int, writes: bool = True) -> None:
         """Set the number. Without ``writes`` it is written later, since an update may clear it first."""
         if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
-            self.known, self.is_ahead = batches, True
+            self.known = batches
+            self.is_ahead = True
         if writes and self.is_ahead:
             Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
             self.is_ahead = False
@@ -168,22 +182,26 @@ class BatchCount:
 
     def was_cleared(self) -> None:
         """Record that the parameter is 0, since the buffer was cleared."""
-        self.known, self.is_ahead, self.is_stale, self.is_changed = 0, False, False, False
+        self.known = 0
+        self.is_ahead = self.is_stale = self.is_changed = False
 
     def was_changed(self) -> bool:
         """Return whether the number was changed elsewhere since the host set it or last called this."""
         self.get()
-        changed, self.is_changed = self.is_changed, False
-        return changed
+        was_changed = self.is_changed
+        self.is_changed = False
+        return was_changed
 
 
 def _write(
     its_count: "weakref.ref[BatchCount]", itself: "weakref.ref[Parameter]", method: str, *args: object, **kwargs: object
 ) -> object:
     """Call a method that writes a parameter, and mark the number in its `BatchCount` as stale."""
-    count, parameter = its_count(), itself()
+    count = its_count()
+    parameter = itself()
     if count is not None:
-        count.is_ahead, count.is_stale = False, True
+        count.is_ahead = False
+        count.is_stale = True
     return getattr(type(parameter), method)(parameter, *args, **kwargs)
 
 
@@ -222,7 +240,10 @@ def _add_number(total: Parameter, number: Tensor) -> Tensor:
 
 def sparse_lookup(network: nn.Cell) -> str | None:
     """Return the name of a cell whose gradient is sparse, or None."""
-    return next((str(cell.cls_name) for _, cell in network.cells_and_names() if looks_rows_up(cell)), None)
+    for _, cell in network.cells_and_names():
+        if looks_rows_up(cell):
+            return str(cell.cls_name)
+    return None
 
 
 def looks_rows_up(cell: nn.Cell) -> bool:

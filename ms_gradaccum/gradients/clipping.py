@@ -36,13 +36,18 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
 
 def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
     """Return the index of the first pattern that each name matches, -1 for none. Raise if a pattern matches no name."""
-    known = list(enumerate(patterns))
-    groups = tuple(next((i for i, pattern in known if fnmatchcase(name, pattern)), -1) for name in names)
-    rule, remedy = "patterns of parameter names", "The first pattern that fits counts: put wide ones last."
-    for i, pattern in known:
-        got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
-        require(i in groups, owner, argument, rule, got, remedy)
-    return groups
+    groups = [-1] * len(names)
+    for group, pattern in enumerate(patterns):
+        fitting = [i for i, name in enumerate(names) if groups[i] == -1 and fnmatchcase(name, pattern)]
+        for i in fitting:
+            groups[i] = group
+        if not fitting:
+            raise ValueError(
+                f"For '{owner}', the argument '{argument}' must be patterns of parameter names, but got {pattern!r}, "
+                f"which fits none that is left of {len(names)}, first {names[0]!r}. The first pattern that fits "
+                f"counts: put wide ones last."
+            )
+    return tuple(groups)
 
 
 class Clip(nn.Cell):
@@ -133,12 +138,15 @@ class ClipByGlobalNorm(FrozenAfterInit, Clip):
 
     def factor(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the factor for all gradients of this norm."""
-        limit = Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm
-        return limit / ops.maximum(norm, limit)
+        if max_norm is None:
+            max_norm = Tensor(self.max_norm, ms.float32)
+        return max_norm / ops.maximum(norm, max_norm)
 
     def norm_after(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the norm after clipping."""
-        return ops.minimum(norm, Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm)
+        if max_norm is None:
+            max_norm = Tensor(self.max_norm, ms.float32)
+        return ops.minimum(norm, max_norm)
 
 
 class ClipByValue(FrozenAfterInit, Clip):
@@ -183,7 +191,8 @@ class ClipByValue(FrozenAfterInit, Clip):
         return (Tensor(self.limit, ms.float32),)
 
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
-        limit = Tensor(self.limit, ms.float32) if limit is None else limit
+        if limit is None:
+            limit = Tensor(self.limit, ms.float32)
         return map_tensors(ops.partial(_limit, limit), grads)
 
 
@@ -221,7 +230,8 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
 
     def __init__(self, limits: Mapping[str, float]) -> None:
         super().__init__()
-        rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
+        rule = "a dict of a norm per pattern"
+        remedy = "For example {'*embedding*': 0.1, '*': 1.0}."
         require(isinstance(limits, Mapping), "ClipByGroupNorm", "limits", rule, repr(limits), remedy, TypeError)
         require(limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
         self.limits: dict[str, float] = {}
@@ -277,7 +287,9 @@ def check_clip(owner: str, clip: ClipChoice) -> Clip:
     """Return ``clip``, or a `NoClip` for None."""
     if clip is None:
         return NoClip()
-    rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
-    is_clip = isinstance(clip, Clip)
-    require(is_clip, owner, "clip", rule, repr(clip), "For example clip=ClipByGlobalNorm(1.0).", TypeError)
+    if not isinstance(clip, Clip):
+        raise TypeError(
+            f"For '{owner}', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, "
+            f"but got {clip!r}. For example clip=ClipByGlobalNorm(1.0)."
+        )
     return clip

@@ -14,7 +14,21 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Done
 
-_SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
+
+class ChooserState:
+    """The state of a loss scale besides its parameters: that of a user's object which chooses the scale."""
+
+    def __init__(self, chooser: object = None) -> None:
+        self.chooser = chooser
+
+    def state_dict(self) -> State:
+        return {} if self.chooser is None else plain_state.take(self.chooser)
+
+    def load_state_dict(self, saved: object) -> None:
+        if self.chooser is not None:
+            plain_state.put(self.chooser, saved)
+        elif saved != {}:
+            raise another_program("has the loss scale of a user's own class")
 
 
 class NoLossScale(nn.Cell):
@@ -26,6 +40,7 @@ class NoLossScale(nn.Cell):
     searches = False
     # True if an optimizer with its own divisor divides by the scale, as in MindSpore's own step.
     is_left_to_optimizer = False
+    chooser_state = ChooserState()
 
     def value(self) -> Tensor:
         """Return the scale of the open window, a float32 scalar."""
@@ -42,15 +57,6 @@ class NoLossScale(nn.Cell):
 
     def adjust(self, updated: bool, bad: Tensor) -> None:
         """Choose the scale of the next window from the host."""
-
-    def numbers(self) -> State:
-        """Return the state outside of parameters, as JSON. (``Cell.state_dict`` has the parameters.)"""
-        return {}
-
-    def load_numbers(self, saved: object) -> None:
-        """Load the result of `numbers`."""
-        if saved != {}:
-            raise another_program("has the loss scale of a user's own class")
 
 
 class FixedLossScale(NoLossScale):
@@ -81,11 +87,14 @@ class LossScale(FixedLossScale):
     ) -> None:
         super().__init__(scale)
         self.clean_windows = clean_windows
-        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
         self.run = Compiled(lambda: self, "MixedPrecision", "the loss scale")
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
-        scale, clean = ops.depend(self.scale + 0.0, done), ops.depend(self.clean_windows + 0, done)
+        scale = ops.depend(self.scale + 0.0, done)
+        clean = ops.depend(self.clean_windows + 0, done)
         good = ops.logical_and(updated, ops.logical_not(bad))
         full = ops.greater_equal(clean + 1, self.interval)
         larger = scale * self.growth
@@ -108,6 +117,7 @@ class ForeignLossScale(FixedLossScale):
     def __init__(self, chooser: Any) -> None:
         super().__init__(new_scale(_scale_of(chooser)))
         self.chooser = chooser
+        self.chooser_state = ChooserState(chooser)
         # A manager of a fixed scale can require updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
@@ -128,12 +138,6 @@ class ForeignLossScale(FixedLossScale):
         # Not by set_data(): a compiled function of the user would keep the old value.
         ops.assign(self.scale, Tensor(_scale_of(self.chooser), ms.float32))
 
-    def numbers(self) -> State:
-        return plain_state.take(self.chooser)
-
-    def load_numbers(self, saved: object) -> None:
-        plain_state.put(self.chooser, saved)  # The scale itself is a parameter and is saved as one.
-
 
 def _scale_of(chooser: Any) -> float:
     if isinstance(chooser, amp.LossScaler):
@@ -151,11 +155,11 @@ def _refuse_in_graph(kind: str) -> None:
 
 def new_scale(value: float) -> Parameter:
     """Return a parameter for a scale, with its name in checkpoints."""
-    return Parameter(Tensor(value, ms.float32), _SCALE, requires_grad=False)
+    return Parameter(Tensor(value, ms.float32), "mixed_precision.loss_scale", requires_grad=False)
 
 
 def dynamic_loss_scale(initial: float, growth: float, backoff: float, interval: int) -> LossScale:
-    clean_windows = Parameter(Tensor(0, ms.int32), _CLEAN_WINDOWS, requires_grad=False)
+    clean_windows = Parameter(Tensor(0, ms.int32), "mixed_precision.clean_windows", requires_grad=False)
     return LossScale(new_scale(initial), clean_windows, growth, backoff, interval)
 
 

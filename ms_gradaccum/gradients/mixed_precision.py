@@ -1,24 +1,15 @@
-"""Mixed precision: the settings for 16-bit computation and its loss scale, and the conversion of networks."""
+"""Mixed precision: the settings for 16-bit computation and its loss scale."""
 
-import atexit
-import functools
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mindspore as ms
-from mindspore import Parameter, amp, nn
-from mindspore.ops import functional as F
+from mindspore import amp, nn
 
-from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
-from ms_gradaccum.backend.device import clamps_overflow, device_target, multiply
-from ms_gradaccum.backend.mindspore_private import OutputTo32
-from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
-from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
+from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, require
+from ms_gradaccum.backend.device import device_target, runs_here
+from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.gradients.clipping import groups_of
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
@@ -103,16 +94,7 @@ class MixedPrecision:
         half = (ms.float16, ms.bfloat16)
         dtype = _dtype_of("dtype", self.dtype, half, "float16 or bfloat16", "MindSpore trains in these two.")
         object.__setattr__(self, "dtype", dtype)
-        given, remedy = self.reduce_dtype, "It is the dtype of messages between processes."
-        asked = (ms.float32, *half), "float32, float16 or bfloat16", remedy
-        if isinstance(given, Mapping):
-            is_named = bool(given) and all(isinstance(pattern, str) for pattern in given)
-            rule, way = "a dtype, or a dict of a dtype per pattern", "For example {'*weight': 'fp16'}."
-            require(is_named, _OWNER, "reduce_dtype", rule, given, way)
-            dtypes: Any = {name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked) for name, each in given.items()}
-        else:
-            dtypes = _dtype_of("reduce_dtype", given, *asked)
-        object.__setattr__(self, "reduce_dtype", dtypes)
+        object.__setattr__(self, "reduce_dtype", _checked_reduce_dtype(self.reduce_dtype))
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
@@ -121,9 +103,24 @@ class MixedPrecision:
         value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
         require(value < 1, _OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5.")
         check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
-        is_chooser = self.loss_scale is None or isinstance(self.loss_scale, _CHOOSERS)
-        rule, remedy = "a LossScaler, a LossScaleManager or None", "For a number, give init_scale."
-        require(is_chooser, _OWNER, "loss_scale", rule, repr(self.loss_scale), remedy, TypeError)
+        if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
+            raise TypeError(
+                f"For 'MixedPrecision', the argument 'loss_scale' must be a LossScaler, a LossScaleManager or None, "
+                f"but got {self.loss_scale!r}. For a number, give init_scale."
+            )
+
+
+def _checked_reduce_dtype(given: object) -> ms.Type | dict[str, ms.Type]:
+    asked = ((ms.float32, ms.float16, ms.bfloat16), "float32, float16 or bfloat16")
+    remedy = "It is the dtype of messages between processes."
+    if not isinstance(given, Mapping):
+        return _dtype_of("reduce_dtype", given, *asked, remedy)
+    if not given or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(
+            f"For 'MixedPrecision', the argument 'reduce_dtype' must be a dtype, or a dict of a dtype per pattern, but "
+            f"got {given}. For example {{'*weight': 'fp16'}}."
+        )
+    return {name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked, remedy) for name, each in given.items()}
 
 
 def _dtype_of(name: str, value: object, choices: Sequence[object], rule: str, remedy: str) -> ms.Type:
@@ -170,30 +167,22 @@ class Precision(NamedTuple):
     reduce_dtype: ms.Type | Mapping[str, ms.Type]
 
 
-def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
-    """Return the levels of mixed precision that ``amp.auto_mixed_precision`` has converted cells to."""
-    return {getattr(cell, "_amp_level", None) or "O0" for cell in cells} - {"O0"}
-
-
-def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
-    """Return whether there are 16-bit parameters, or cells that are set to compute in 16 bits."""
-    flags = ("fp16", "bf16")
-    return any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters) or any(
-        levels_of([cell]) or any(map(cell.get_flags().get, flags)) for cell in cells
-    )
-
-
 def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_manager: object) -> MixedPrecision | None:
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
-    rule, got = "None with a loss_scale_manager", f"{mixed_precision!r} beside a loss_scale_manager"
-    clash = loss_scale_manager is not None and mixed_precision is not None
-    require(not clash, owner, "mixed_precision", rule, got, "MixedPrecision(..., loss_scale=manager) takes both.")
+    if loss_scale_manager is not None and mixed_precision is not None:
+        raise ValueError(
+            f"For '{owner}', the argument 'mixed_precision' must be None with a loss_scale_manager, but got "
+            f"{mixed_precision!r} beside a loss_scale_manager. MixedPrecision(..., loss_scale=manager) takes both."
+        )
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
-    rule, got = "in accord with amp_level", f"{mixed_precision!r} beside amp_level={amp_level!r}"
-    require(settings.level in ("O0", amp_level), owner, "mixed_precision", rule, got, "Give one of the two.")
+    if settings.level not in ("O0", amp_level):
+        raise ValueError(
+            f"For '{owner}', the argument 'mixed_precision' must be in accord with amp_level, but got "
+            f"{mixed_precision!r} beside amp_level={amp_level!r}. Give one of the two."
+        )
     return replace(settings, level=amp_level)
 
 
@@ -203,23 +192,26 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    runs_here = device_target() == ms.get_context("device_target")
-    if settings.dtype == ms.bfloat16 and runs_here:
+    if settings.dtype == ms.bfloat16 and runs_here():
         try:
             multiply(ms.bfloat16)
         except Exception as error:
-            rule, got = "one that the device has", f"bfloat16 on {device_target()}"
-            remedy = "Use float16 here, for example mixed_precision='fp16'."
-            raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
+            raise ValueError(
+                f"For '{owner}', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
+                f"{device_target()}. Use float16 here, for example mixed_precision='fp16'."
+            ) from error
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)
     elif settings.dtype == ms.float16:
-        factors = settings.growth_factor, settings.backoff_factor
-        scale = dynamic_loss_scale(settings.init_scale, *factors, settings.growth_interval)
-    if scale.scales and scale.skips_overflow and runs_here:
-        rule, got = "one without a search for Inf on a device that has none", "a loss scale in Ascend's saturation mode"
-        remedy = "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
-        require(not clamps_overflow(), owner, "mixed_precision", rule, got, remedy)
+        scale = dynamic_loss_scale(
+            settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval
+        )
+    if scale.scales and scale.skips_overflow and runs_here() and clamps_overflow():
+        raise ValueError(
+            f"For '{owner}', the argument 'mixed_precision' must be one without a search for Inf on a device that has "
+            f"none, but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE "
+            f"(Atlas A2 and later), or train in float32 or bfloat16."
+        )
     # Read without running an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
     text = f"{settings!r}, {type(settings.loss_scale).__name__}, {number}"
@@ -231,9 +223,11 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
     settings = _settings(owner, mixed_precision)
     kind = type(settings and settings.loss_scale)
     fixed = (type(None), amp.FixedLossScaleManager, amp.StaticLossScaler)  # They adjust nothing.
-    fits = networks == 1 or kind in fixed
-    rule, remedy = "a rule for the scale of each network", "Give a name or a MixedPrecision without one."
-    require(fits, owner, "mixed_precision", rule, f"one {kind.__name__} for {networks}", remedy)
+    if networks > 1 and kind not in fixed:
+        raise ValueError(
+            f"For '{owner}', the argument 'mixed_precision' must be a rule for the scale of each network, but got one "
+            f"{kind.__name__} for {networks}. Give a name or a MixedPrecision without one."
+        )
 
 
 def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
@@ -242,7 +236,8 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     cell: Any = mixed_precision
     # The cells of MindSpore's own steps. The types must match exactly: a subclass may have another rule.
     if type(cell) is nn.DynamicLossScaleUpdateCell:
-        factor, interval = (each.asnumpy().item() for each in (cell.scale_factor, cell.scale_window))
+        factor = cell.scale_factor.asnumpy().item()
+        interval = cell.scale_window.asnumpy().item()
         return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
     if type(cell) is nn.FixedLossScaleUpdateCell:
         mixed_precision = amp.FixedLossScaleManager(cell.get_loss_scale())
@@ -252,116 +247,8 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     if isinstance(mixed_precision, str):
         remedy = f"Did you mean {meant}?" if meant else "MixedPrecision(...) takes single settings."
         return NAMES[check_choice(owner, "mixed_precision", mixed_precision, tuple(NAMES), remedy)]
-    rule = "a name, a MixedPrecision, a LossScaler, a LossScaleManager or None"
     remedy = f"Did you mean {meant}?" if meant else "For example mixed_precision='fp16'."
-    raise TypeError(argument_error(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
-
-
-@functools.cache
-def _folder_apart() -> str:
-    # Keep the folder until the process ends, because the compiler reads the sources.
-    folder = tempfile.mkdtemp(prefix="ms_gradaccum_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-class InputsInFloat32(nn.Cell):
-    """Cast the inputs of a loss to float32. Op by op, `to_float` does not do so."""
-
-    def __init__(self, loss_fn: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_fn = loss_fn
-
-    def construct(self, *inputs: object) -> object:
-        return self.loss_fn(*F.mixed_precision_cast(ms.float32, inputs))
-
-
-def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
-    """Return the loss cell with a converted network and the loss in float32. It has the same parameters."""
-    if type(loss_cell) is nn.WithLossCell:
-        backbone = _converted(owner, loss_cell.backbone_network, precision)
-        return nn.WithLossCell(OutputTo32(backbone), loss_cell._loss_fn)
-    if type(loss_cell) is TokenMeanLoss:
-        return loss_cell.around(_converted(owner, loss_cell.backbone, precision), precision.dtype)
-    if isinstance(loss_cell, WholeBatchLoss):
-        return loss_cell.around(_converted(owner, loss_cell.backbone, precision))
-    converted = _with_token_losses(owner, loss_cell, precision)
-    if precision.level in ("O2", "O3"):
-        # The loss cell's own operators and the labels; the cells inside stay in half precision.
-        converted.add_flags(fp16=False, bf16=False, fp32=True)
-    for _, cell in list(converted.cells_and_names()):
-        for name, inner in cell.name_cells().items():
-            if isinstance(inner, nn.LossBase) and type(cell) is not InputsInFloat32:
-                setattr(cell, name, InputsInFloat32(inner).to_float(ms.float32))
-    return converted
-
-
-class _StandIn(nn.Cell):
-    """Stands for a TokenMeanLoss while MindSpore rewrites the loss cell around it, which cannot rewrite `*inputs`."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place_of_token_loss = place  # The rewritten cell has it, too.
-
-    def construct(self, a: object, b: object = None, c: object = None, d: object = None, e: object = None) -> object:
-        return a
-
-
-def _with_token_losses(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
-    """Convert a loss cell. Each TokenMeanLoss in it is replaced by one that computes its products in half precision."""
-    losses = [cell for _, cell in loss_cell.cells_and_names() if type(cell) is TokenMeanLoss]
-    for _, cell in list(loss_cell.cells_and_names()):
-        for name, inner in cell.name_cells().items():
-            if type(inner) is TokenMeanLoss:
-                setattr(cell, name, _StandIn(losses.index(inner)))
-    try:
-        converted = _converted(owner, loss_cell, precision)
-    except BaseException:
-        _fill_in(loss_cell, losses)
-        raise
-    halves = []
-    for each in losses:
-        backbone: Any = each.backbone
-        if list(backbone.get_parameters()):  # Else it may be nn.Identity, which MindSpore cannot rewrite.
-            backbone = _converted(owner, backbone, precision)
-        halves.append(each.around(backbone, precision.dtype))
-    _fill_in(converted, halves)
-    _fill_in(loss_cell, losses)  # Nothing is left where both have the same cells inside.
-    return converted
-
-
-def _fill_in(network: nn.Cell, losses: Sequence[nn.Cell]) -> None:
-    for _, cell in list(network.cells_and_names()):
-        for name, inner in cell.name_cells().items():
-            place = getattr(inner, "place_of_token_loss", None)
-            if place is not None:
-                setattr(cell, name, losses[place])
-
-
-def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
-    level = precision.level
-    found = levels_of(cell for _, cell in network.cells_and_names())
-    rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
-    remedy = "A network cannot be converted twice: give that level, or another network."
-    require(found <= {level}, owner, "mixed_precision", rule, level, remedy)
-    if found:
-        return network
-    # Level O1 writes rewritten sources into the working directory. There it would also treat packages in a .venv as
-    # user code, and leave folders in the module search path, one of which hides Python's `math` from processes.
-    here, path = os.getcwd(), list(sys.path)
-    os.chdir(_folder_apart())
-    try:
-        converted = amp.auto_mixed_precision(network, level, precision.dtype)
-    except RuntimeError as error:
-        # It does not support all of Python's syntax.
-        rule, got = "a level that MindSpore can convert the network to", f"{level}: {str(error).splitlines()[0]}"
-        remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
-        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
-    finally:
-        os.chdir(here)
-        sys.path[:] = path
-    if level in ("O2", "O3"):
-        # The outer cell, which casts the output, is removed because it hides the names of the inputs.
-        (converted,) = converted.cells()
-        converted._amp_level = level
-    return converted
+    raise TypeError(
+        f"For '{owner}', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
+        f"LossScaleManager or None, but got {mixed_precision!r}. {remedy}"
+    )

@@ -7,10 +7,10 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import check_bool, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.step_output import named
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "AccumulatedStep"
 # Arguments that mindformers' trainer passes to every wrapper and that are not needed here.

@@ -7,10 +7,10 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import argument_error, check_bool, check_cell, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.settings import BadMicroBatch
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "train_step"
 

@@ -23,20 +23,21 @@ from ms_gradaccum._checks import (
     typed,
     warn,
 )
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.mixed_precision import Level, combined
 from ms_gradaccum.loops.data_position import DataPosition, first_batch
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parallel
-from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
+from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
+from ms_gradaccum.static_graph.settings import forget_accumulation
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -160,7 +161,7 @@ class Model(FrozenAfterInit, ms.Model):
                     f"Give it as optimizer=."
                 )
         network = adopted(network)
-        if isinstance(network, AutoParallel) and device_target() == "CPU":
+        if isinstance(network, AutoParallel) and not can_partition():
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
             if self._options.get("parallel", "auto") == "auto" and optimizer is not None:
                 self._options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
@@ -327,7 +328,7 @@ class Model(FrozenAfterInit, ms.Model):
         if self._train_network.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
-        if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
+        if kwargs.get("dataset_sink_mode") and has_data_sink():
             # A graph will train the batches, so the loss must be measured before.
             self._train_network.body.measure_loss(first_batch(train_dataset))
         try:

@@ -7,7 +7,8 @@ from mindspore import Parameter, nn
 from ms_gradaccum._checks import require
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
-from ms_gradaccum.parallel.reducer import GradientReducer, gather_when_saved, whole_parameters
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 
 _OWNER = "Accumulator"
 

@@ -11,9 +11,9 @@ from mindspore.ops.operations import Split
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.parallel.layout import Bucket, Cuts, Ranks
+from ms_gradaccum.parallel.layout import Bucket, Ranks, Runs
 
-Runs = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped into runs of one size.
+Parts = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped by its runs.
 
 
 class Group:
@@ -36,11 +36,13 @@ class AllReduce(nn.Cell):
 
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
-        self.size, self.reduces = group.ranks.size, group.ranks.reduces
+        self.size = group.ranks.size
+        self.reduces = group.ranks.reduces
         if self.size > 1 and self.reduces:
             self.all_reduce = ops.AllReduce(group=group.name)
         elif self.size > 1:
-            self.reduce_scatter, self.all_gather = ops.ReduceScatter(group=group.name), ops.AllGather(group=group.name)
+            self.reduce_scatter = ops.ReduceScatter(group=group.name)
+            self.all_gather = ops.AllGather(group=group.name)
 
     def construct(self, values: Tensor) -> Tensor:
         if self.size == 1:
@@ -48,11 +50,14 @@ class AllReduce(nn.Cell):
         if self.reduces:
             return self.all_reduce(values)
         # Each rank adds up its part, and all gather the parts, as a ring does it.
-        row, missing = values.reshape(-1), -values.size % self.size
+        row = values.reshape(-1)
+        missing = -values.size % self.size
         if missing:
             row = ops.concat((row, ops.zeros((missing,), values.dtype)))
         total = self.all_gather(self.reduce_scatter(row))
-        return (total[: values.size] if missing else total).reshape(values.shape)
+        if missing:
+            total = total[: values.size]
+        return total.reshape(values.shape)
 
 
 class AllGather(nn.Cell):
@@ -84,11 +89,15 @@ class BucketedReduce(nn.Cell):
 
     def __init__(self, group: Group, replicas: Group, dtype: ms.Type) -> None:
         super().__init__(auto_prefix=False)
-        self.size, self.index = group.ranks.size, group.index
-        scatters = group.ranks.scatters and self.size > 1
-        self.reduce_scatter = ops.ReduceScatter(group=group.name) if scatters else None
-        self.all_reduce_group, self.all_reduce_replicas = AllReduce(group), AllReduce(replicas)
-        self.like, self.in_float32 = Tensor(0.0, dtype), dtype == ms.float32
+        self.size = group.ranks.size
+        self.index = group.index
+        self.reduce_scatter = None
+        if self.size > 1 and group.ranks.scatters:
+            self.reduce_scatter = ops.ReduceScatter(group=group.name)
+        self.all_reduce_group = AllReduce(group)
+        self.all_reduce_replicas = AllReduce(replicas)
+        self.like = Tensor(0.0, dtype)
+        self.in_float32 = dtype == ms.float32
 
     def construct(self, tensors: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
         """Return the sums in float32, one after the other in one row."""
@@ -125,14 +134,15 @@ def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tu
 
 
 def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
-    columns = rows if length == rows.shape[1] else ops.slice(rows, (0, begin), (rows.shape[0], length))
-    return (columns,) if count == 1 else Split(1, count)(columns)
+    if length < rows.shape[1]:
+        rows = ops.slice(rows, (0, begin), (rows.shape[0], length))
+    return (rows,) if count == 1 else Split(1, count)(rows)
 
 
-def cut(rows: Tensor, cuts: Cuts) -> Runs:
+def split_message(rows: Tensor, runs: Runs) -> Parts:
     """Split a message, a tensor of shape (ranks, n), into its parts. Each part has the same number of rows."""
-    runs: Runs = map_tensors(ops.partial(_run, rows), *cuts)
-    return runs
+    parts: Parts = map_tensors(ops.partial(_run, rows), *runs)
+    return parts
 
 
 class AssignParts(nn.Cell):
@@ -140,13 +150,16 @@ class AssignParts(nn.Cell):
 
     def __init__(self, parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> None:
         super().__init__(auto_prefix=False)
-        self.cuts = tuple(bucket.cuts for bucket in buckets)
-        each = (parameters[i] for bucket in buckets for i in bucket.indices)
-        # Grouped by the runs of each message.
-        self.targets = tuple(tuple(ParameterTuple(islice(each, count)) for count in cuts[2]) for cuts in self.cuts)
+        self.runs = tuple(bucket.runs for bucket in buckets)
+        # For each message its parameters, grouped by the runs of the message.
+        self.targets: tuple[tuple[ParameterTuple, ...], ...] = ()
+        for bucket in buckets:
+            each = iter([parameters[i] for i in bucket.indices])
+            _, _, counts = bucket.runs
+            self.targets += (tuple(ParameterTuple(islice(each, count)) for count in counts),)
 
     def construct(self, number: int, message: Tensor) -> Done:
-        return map_tensors(_assign_part, self.targets[number], cut(message, self.cuts[number]))
+        return map_tensors(_assign_part, self.targets[number], split_message(message, self.runs[number]))
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import is_a, listed, require, warn
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum._checks import argument_error, is_a, listed, warn
+from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.backend.snapshot import constants_of
@@ -21,8 +21,9 @@ from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, cho
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
-from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
+from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
 from ms_gradaccum.parallel.world import (
+    World,
     broadcast_parameters,
     check_agreement,
     current_world,
@@ -38,17 +39,13 @@ _SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
-    cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
-    is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for cell in cells)
-    rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
-    require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
-    cut = [each.name for each in network.get_parameters() if hasattr(each, "placements")] if cells else []
-    rule = "one without DTensors, whose operators communicate"
-    remedy = "Use hsdp() in place of fully_shard() and shard_module(), or HSDP of this package."
-    require(not cut, owner, "network", rule, f"the DTensors {listed(cut, 3)}", remedy)
-    rule, remedy = "outside semi-auto-parallel mode on CPU", "Call mindspore.reset_auto_parallel_context() first."
-    is_supported = device_target() != "CPU" or not in_semi_auto()
-    require(is_supported, owner, "network", rule, "a context in that mode", remedy)
+    if isinstance(network, nn.Cell):
+        _check_not_reduced(owner, network)
+    if in_semi_auto() and not can_partition():
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be outside semi-auto-parallel mode on CPU, but got a context "
+            f"in that mode. Call mindspore.reset_auto_parallel_context() first."
+        )
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
     if schedulers:
@@ -57,20 +54,42 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         return None
     tell_peers(owner, world)
     if is_semi_auto(network):
-        remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
-        rule = "'auto' in semi-auto-parallel"
-        require(parallel == "auto", owner, "parallel", rule, repr(parallel), remedy)
-        return SemiAuto(network)
+        if parallel != "auto":
+            raise ValueError(
+                f"For '{owner}', the argument 'parallel' must be 'auto' in semi-auto-parallel, but got {parallel!r}. "
+                f"The compiler partitions the step here; give the cell inside AutoParallel for another way."
+            )
+        return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
-        stages = network._pipeline_stages
-        rule, got = "in one pipeline stage", f"{stages} pipeline stages"
-        require(stages <= 1, owner, "network", rule, got, "Do not call pipeline().")
+        if network._pipeline_stages > 1:
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be in one pipeline stage, but got "
+                f"{network._pipeline_stages} pipeline stages. Do not call pipeline()."
+            )
         # On CPU an AutoParallel cannot run, so its settings choose the kind.
         if parallel == "auto" and network._enable_parallel_optimizer:
             level = network._optimizer_level
             parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
     _warn_of_a_sum(owner, world.size)
     return choose_kind(owner, parallel, world.size)
+
+
+def _check_not_reduced(owner: str, network: nn.Cell) -> None:
+    """Raise if something in the network adds up gradients over the processes, or has its own shards."""
+    for _, cell in network.cells_and_names():
+        if type(cell).__name__ == "DistributedDataParallel":
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be one whose gradients nothing else adds up over the "
+                f"processes, but got a DistributedDataParallel in it. Give the network in it: parallel='auto' adds "
+                f"them up."
+            )
+    dtensors = [parameter.name for parameter in network.get_parameters() if hasattr(parameter, "placements")]
+    if dtensors:
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be one without DTensors, whose operators communicate, but got "
+            f"the DTensors {listed(dtensors, 3)}. Use hsdp() in place of fully_shard() and shard_module(), or HSDP of "
+            f"this package."
+        )
 
 
 def build_reducers(
@@ -89,16 +108,15 @@ def build_reducers(
     if drop_non_finite:
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
-    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
     each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
         _warn_of_decay(owner, network, optimizer)
-        parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
-        dtypes = list(islice(each_dtype, len(parameters)))
+        dtypes = list(islice(each_dtype, len(optimizer.parameters)))
         if kind is None:
-            reducers.append(GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, totals)))
+            buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), None, totals)
+            reducers.append(GradientReducer(optimizer.parameters, buffer))
             continue
         _check_sent(owner, kind, network, optimizer, dtypes)
         if world.size > 1:
@@ -106,14 +124,22 @@ def build_reducers(
             own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
             warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
             _start_alike(owner, kind, network, optimizer)
-        layout = layout_of(kind, parameters, ranks, totals.sizes, dtypes)
-        buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
-        if isinstance(kind, Reduced):
-            reducers.append(reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
-        else:
-            reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
-            reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
+        reducers.append(_reducer_of_ranks(kind, world, network, optimizer, totals, dtypes))
     return reducers
+
+
+def _reducer_of_ranks(
+    kind: Kind, world: World, network: nn.Cell, optimizer: nn.Cell, totals: WindowTotals, dtypes: Sequence[ms.Type]
+) -> GradientReducer:
+    ranks = Ranks(world.size, world.size, this_device())
+    layout = layout_of(kind, optimizer.parameters, ranks, totals.sizes, dtypes)
+    buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
+    if isinstance(kind, Reduced):
+        return reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network)
+    if layout.group.size == 1:
+        return DataParallelReducer(optimizer, buffer, layout, world.rank, kind)
+    sharded = BatchShards if layout.every_batch else WindowShards
+    return sharded(optimizer, buffer, layout, world.rank, kind)
 
 
 def _warn_of_a_sum(owner: str, ranks: int) -> None:
@@ -132,22 +158,27 @@ def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     optimizer = inner_optimizer(optimizer)
     if not isinstance(optimizer, nn.Adam) or not optimizer.exec_weight_decay:
         return
-    cells = [cell for _, cell in network.cells_and_names() if looks_rows_up(cell)]
-    tables = {id(each) for cell in cells for each in cell.get_parameters(expand=False) if each.ndim > 1}
-    decayed = zip(optimizer.parameters, optimizer.decay_flags)
-    for parameter in [each for each, flag in decayed if flag and id(each) in tables]:
-        warn(
-            f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own step "
-            f"on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0."
-        )
+    tables = set()
+    for _, cell in network.cells_and_names():
+        if looks_rows_up(cell):
+            tables |= {id(each) for each in cell.get_parameters(expand=False) if each.ndim > 1}
+    for parameter, is_decayed in zip(optimizer.parameters, optimizer.decay_flags):
+        if is_decayed and id(parameter) in tables:
+            warn(
+                f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own "
+                f"step on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0."
+            )
 
 
 def _check_can_drop(owner: str, network: nn.Cell) -> None:
     """Raise if micro batches of a GradAccumulation cannot be left out."""
     # The compiler cannot use a sparse gradient twice.
     lookup = sparse_lookup(network)
-    rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
-    require(lookup is None, owner, "bad_micro_batch", rule, got, "Use nn.Embedding.")
+    if lookup is not None:
+        raise ValueError(
+            f"For '{owner}', the argument 'bad_micro_batch' must be 'skip_window' where a gradient is sparse, but got "
+            f"'drop' with a sparse lookup in {lookup}. Use nn.Embedding."
+        )
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
@@ -158,21 +189,23 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     for number, optimizer in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
         settings[name] = type(optimizer).__name__
-        settings |= {f"{name}.parameters[{i}]": each.name for i, each in enumerate(optimizer.parameters)}
-        settings |= {f"{name}.{key}": value for key, value in _numbers_of(optimizer).items()}
+        for i, parameter in enumerate(optimizer.parameters):
+            settings[f"{name}.parameters[{i}]"] = parameter.name
+        for key, value in _numbers_of(optimizer).items():
+            settings[f"{name}.{key}"] = value
     for name, cell in network.cells_and_names():
-        place = f"network.{name}" if name else "network"
-        settings[place] = type(cell).__name__
-        casts = [flag for flag in ("fp16", "bf16", "fp32") if cell.get_flags().get(flag)]
-        if casts:
-            settings[f"{place}.to_float"] = casts[0]
-    parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
-    shapes = {
-        f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"
-        for each in parameters
-    }
-    shapes |= {f"buffer {name}": f"{tuple(each.shape)} of {each.dtype}" for name, each in network.named_buffers()}
-    check_agreement(owner, settings | shapes)
+        where = f"network.{name}" if name else "network"
+        settings[where] = type(cell).__name__
+        for flag in ("fp16", "bf16", "fp32"):
+            if cell.get_flags().get(flag):
+                settings[f"{where}.to_float"] = flag
+    for cell in (network, *optimizers):
+        for each in cell.get_parameters():
+            frozen = "" if each.requires_grad else ", frozen"
+            settings[f"parameter {each.name}"] = f"{tuple(each.shape)} of {each.dtype}{frozen}"
+    for name, each in network.named_buffers():
+        settings[f"buffer {name}"] = f"{tuple(each.shape)} of {each.dtype}"
+    check_agreement(owner, settings)
 
 
 def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
@@ -191,16 +224,21 @@ def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:
     """Raise if the ranks cannot reduce these gradients."""
-    can_send = ms.bfloat16 not in dtypes or ms.get_context("device_target") != "CPU"
-    rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
-    require(can_send, owner, "mixed_precision", rule, "bfloat16 on CPU", remedy)
+    if ms.bfloat16 in dtypes and not sends_bfloat16():
+        raise ValueError(
+            f"For '{owner}', the argument 'mixed_precision' must be one whose reduce_dtype the device can send, but "
+            f"got bfloat16 on CPU. Use float32, or float16 to halve the messages."
+        )
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
         reduced.check_state(owner, optimizer)
-    lookup = sparse_lookup(network) if kind.sync_each_batch else None
-    rule = "one of dense gradients where the ranks share them in each micro batch"
-    remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
-    require(lookup is None, owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
+    lookup = sparse_lookup(network)
+    if kind.sync_each_batch and lookup is not None:
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be one of dense gradients where the ranks share them in each "
+            f"micro batch, but got a sparse lookup in {lookup}. Use nn.Embedding, DataParallel() or "
+            f"HSDP(optimizer_level='level1')."
+        )
     if kind.shard_size != 1:
         check_shardable(optimizer)
     if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
@@ -212,13 +250,16 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
 
 def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
     """Raise for float64 parameters, which MindSpore cannot add up over processes, and for parameters of one process."""
-    rule = "one without float64 parameters in several processes"
-    remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
     for parameter in parameters:
-        got = f"{parameter.name!r} with layerwise_parallel"
-        require(not parameter.layerwise_parallel, owner, "network", _ALIKE, got, _EXPERTS)
-        got = f"{parameter.name!r} of float64"
-        require(parameter.dtype != ms.float64, owner, "network", rule, got, remedy)
+        if parameter.layerwise_parallel:
+            got = f"{parameter.name!r} with layerwise_parallel"
+            raise ValueError(argument_error(owner, "network", _ALIKE, got, _EXPERTS))
+        if parameter.dtype == ms.float64:
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be one without float64 parameters in several processes, "
+                f"but got {parameter.name!r} of float64. MindSpore's AllReduce knows no float64: use float32, or one "
+                f"process."
+            )
 
 
 def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -> None:
@@ -239,32 +280,36 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
-    tensors, constants, seed = [*parameters.values(), *network.buffers()], constants_of(network), "mindspore.set_seed()"
-    differ, have_other_constants = differing_ranks(tensors), differing_ranks(constants.values())
-    sent = _sent_forward(network) if differ or have_other_constants else []
-    if differ:
+    tensors = [*parameters.values(), *network.buffers()]
+    constants = constants_of(network)
+    have_other_tensors = differing_ranks(tensors)
+    have_other_constants = differing_ranks(constants.values())
+    if have_other_tensors:
+        sent = _sent_forward(network)
         # Networks whose gradients come reduced have shards, which may differ.
-        got = f"other values where its forward pass has {listed(sent, 1)}"
-        remedy = f"If they should be equal, call {seed} with the same seed on all ranks. {_EXPERTS}"
-        require(isinstance(kind, Reduced) or not sent, owner, "network", _ALIKE, got, remedy)
+        if sent and not isinstance(kind, Reduced):
+            got = f"other values where its forward pass has {listed(sent, 1)}"
+            remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
+            raise ValueError(argument_error(owner, "network", _ALIKE, got, remedy))
         broadcast_parameters(tensors)
         warn(
             f"For '{owner}', the ranks started with different parameters or buffers: those of rank 0 are used. "
-            f"Call {seed} with the same seed on all ranks, or load the same checkpoint."
+            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
         )
-    if have_other_constants and not sent:
+    if have_other_constants and not _sent_forward(network):
         warn(
             f"For '{owner}', the ranks have different values in a tensor of the network that is no parameter (one of "
-            f"{listed(list(constants), 3)}): each trains another network. Call {seed} with the same seed on all ranks "
-            f"before it is built, or make it a buffer."
+            f"{listed(list(constants), 3)}): each trains another network. Call mindspore.set_seed() with the same seed "
+            f"on all ranks before it is built, or make it a buffer."
         )
 
 
 def _sent_forward(network: nn.Cell) -> list[str]:
     """Return the names of operators that send tensors to other ranks: each rank may have its own experts."""
     code = NetworkCode(network)
-    operators = [each for each in code.reached if is_a(each, Primitive)]
-    names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
-    return names + [
-        name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))
-    ]
+    sent = []
+    for each in code.reached:
+        if is_a(each, Primitive) and isinstance(each.attrs.get("group"), str):
+            sent.append(each.name)
+    functions = ("all_to_all", "all_gather", "reduce_scatter")
+    return sent + [name for name in sorted(code.names) if name.startswith(functions)]

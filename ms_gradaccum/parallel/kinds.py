@@ -87,11 +87,13 @@ class HSDP:
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
-            value = getattr(self, name)
-            rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
-            check_type(_HSDP, name, value, int, rule, remedy)
-            require(value >= lowest or (name, value) == ("shard_size", -1), _HSDP, name, rule, value, remedy)
+        rule = "an int of at least 1 or -1"
+        check_type(_HSDP, "shard_size", self.shard_size, int, rule, "-1 means all ranks.")
+        is_size = self.shard_size >= 1 or self.shard_size == -1
+        require(is_size, _HSDP, "shard_size", rule, self.shard_size, "-1 means all ranks.")
+        rule = "an int of at least 0"
+        check_type(_HSDP, "threshold", self.threshold, int, rule, "It is in KB.")
+        require(self.threshold >= 0, _HSDP, "threshold", rule, self.threshold, "It is in KB.")
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")
@@ -144,10 +146,13 @@ ParallelChoice = Literal["auto"] | Kind
 
 
 def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
-    # '==' with a tensor or an array would not return a bool.
-    is_kind = parallel == "auto" if isinstance(parallel, str) else isinstance(parallel, (DataParallel, HSDP, Reduced))
-    rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."
-    require(is_kind, owner, "parallel", rule, repr(parallel), remedy, TypeError)
+    """Return ``parallel`` if it is a kind of parallelism or 'auto'."""
+    is_auto = isinstance(parallel, str) and parallel == "auto"  # '==' with a tensor would not return a bool.
+    if not is_auto and not isinstance(parallel, Kind):
+        raise TypeError(
+            f"For '{owner}', the argument 'parallel' must be 'auto', DataParallel(), HSDP() or Reduced(), but got "
+            f"{parallel!r}. 'auto' looks at the number of processes."
+        )
     return parallel
 
 
@@ -157,6 +162,9 @@ def choose_kind(owner: str, parallel: ParallelChoice, ranks: int) -> Kind | None
     if ranks == 1:
         return None
     kind = DataParallel() if isinstance(parallel, str) else parallel
-    rule, divides = f"a divisor of the {ranks} processes", ranks % kind.shard_size == 0
-    require(divides, _HSDP, "shard_size", rule, kind.shard_size, "-1 means all processes.")
+    if ranks % kind.shard_size:
+        raise ValueError(
+            f"For 'HSDP', the argument 'shard_size' must be a divisor of the {ranks} processes, but got "
+            f"{kind.shard_size}. -1 means all processes."
+        )
     return kind

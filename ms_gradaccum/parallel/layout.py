@@ -1,14 +1,16 @@
 """The layout of messages: which tensors are sharded, and which are sent together. This file does not communicate."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ms_gradaccum.backend.device import has_all_gather_in_groups, has_reduce_scatter, reduces_in_order
 from ms_gradaccum.backend.tensors import fill_buckets
 from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 
@@ -35,23 +37,22 @@ class Ranks(NamedTuple):
     @property
     def scatters(self) -> bool:
         """True if the device has a ReduceScatter. On CPU, an AllReduce of the whole tensor stands in."""
-        return self.device_target != "CPU"
+        return has_reduce_scatter(self.device_target)
 
     @property
     def gathers(self) -> bool:
         """True if the device has an AllGather for these ranks. Otherwise an AllReduce of zero-padded rows stands in."""
-        return self.device_target != "CPU" or self.is_world
+        return self.is_world or has_all_gather_in_groups(self.device_target)
 
     @property
     def reduces(self) -> bool:
         """True if a graph can have several AllReduces. On GPU, a ReduceScatter and an AllGather stand in for each."""
-        # There MindSpore 2.10 puts them on a stream of their own, where they do not wait for the values that they send.
-        return self.device_target != "GPU"
+        return reduces_in_order(self.device_target)
 
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one
 # size, which one operator splits. One slice per tensor would dominate the compile time.
-Cuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Runs = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Bucket(NamedTuple):
@@ -59,7 +60,7 @@ class Bucket(NamedTuple):
 
     indices: tuple[int, ...]  # Indices of the tensors, in the order of the message.
     dtype: ms.Type  # The dtype of the message.
-    cuts: Cuts
+    runs: Runs
     elements: int
 
     @property
@@ -70,10 +71,10 @@ class Bucket(NamedTuple):
     def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
         """Return the bucket of these tensors, with equal sizes side by side."""
         indices = tuple(sorted(indices, key=lambda i: sizes[i]))
-        runs = [(size, len(list(run))) for size, run in groupby(sizes[i] for i in indices)]
-        lengths = tuple(size * count for size, count in runs)
+        counts = Counter(sizes[i] for i in indices)  # In the order of the indices.
+        lengths = tuple(size * count for size, count in counts.items())
         *begins, end = accumulate(lengths, initial=0)
-        return Bucket(indices, dtype, (tuple(begins), lengths, tuple(count for _, count in runs)), end)
+        return Bucket(indices, dtype, (tuple(begins), lengths, tuple(counts.values())), end)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Layout:
     parts: Shapes  # The shapes of one rank's tensors.
     itemsizes: tuple[int, ...]  # Bytes per element of the sums.
     # The messages, in the order of sending.
-    kept: tuple[Bucket, ...]  # Scalars, and tensors that are whole on each rank.
+    replicated: tuple[Bucket, ...]  # Scalars, and tensors that are whole on each rank.
     sharded: tuple[Bucket, ...]  # This rank's parts of the other tensors.
     every_batch: bool = False  # True if each micro batch is reduced to shards, not the sums of a window.
     # If gradients come reduced and none is sent: the share of each gradient's squares that a rank adds to the norm.
@@ -120,35 +121,45 @@ def layout_of(
     kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtypes: Sequence[ms.Type] = ()
 ) -> Layout:
     """Return the layout for scalars and for gradients with the `shape` and `itemsize` of ``tensors``."""
-    # The `scalars` have these sizes. `kind` is None for one process. A tensor is sharded if the ranks of a group
-    # can divide its first axis and it is not below the threshold. Gradients are sent in these `dtypes`, or in float32.
-    kind = DataParallel() if kind is None else kind
-    shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
+    # The `scalars` have these sizes. `kind` is None for one process. Gradients are sent in these `dtypes`, or float32.
+    kind = kind or DataParallel()
+    dtypes = dtypes or [ms.float32] * len(tensors)
     shard_size = world.size if kind.shard_size == -1 else kind.shard_size
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    parts = tuple(
-        (shape[0] // shard_size, *shape[1:])
-        if shape and shape[0] % shard_size == 0 and math.prod(shape) * tensor.itemsize >= kind.threshold * 1024
-        else shape
-        for shape, tensor in zip(shapes, tensors)
-    )
-    backwards = range(len(shapes))[::-1]  # A backward pass computes the last gradient first.
-    sizes, own_sizes = ([math.prod(shape) for shape in each] for each in (shapes, parts))
-    kept: list[tuple[tuple[int, ...], ms.Type]] = []
-    sharded: list[Bucket] = []
-    for dtype in sorted(set(dtypes) or {ms.float32}, key=lambda each: each != ms.float32):
-        own = [i for i in backwards if not dtypes or dtypes[i] == dtype]
-        whole = [i for i in own if parts[i] == shapes[i] and not shares]
-        kept += [(bucket, dtype) for bucket in fill_buckets(whole, sizes, BUCKET_SIZE)]
-        cut = [i for i in own if parts[i] != shapes[i]]
-        sharded += [Bucket.of(bucket, dtype, own_sizes) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
+    parts = tuple(_part_of(tensor, shard_size, kind.threshold) for tensor in tensors)
+    sizes = [math.prod(shape) for shape in shapes]
+    own_sizes = [math.prod(part) for part in parts]
+    shares: tuple[float, ...] = ()
+    if isinstance(kind, Reduced):
+        shares = tuple(shard_size_of(each) / world.size for each in tensors)
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
-    if kept and kept[0][1] == ms.float32:
-        kept[0] = kept[0][0] + behind, ms.float32
-    else:
-        kept.insert(0, (behind, ms.float32))
-    # Sums are float32, or float64 for float64 weights.
-    itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
-    messages = tuple(Bucket.of(bucket, dtype, [*sizes, *scalars]) for bucket, dtype in kept)
-    group, every_batch = world._replace(size=shard_size), kind.sync_each_batch and shard_size > 1
-    return Layout(world, group, shapes, parts, itemsizes, messages, tuple(sharded), every_batch, shares)
+    replicated: list[Bucket] = []
+    sharded: list[Bucket] = []
+    for dtype in sorted({*dtypes, ms.float32}, key=lambda each: each != ms.float32):
+        backwards = [i for i in reversed(range(len(shapes))) if dtypes[i] == dtype]  # As a backward pass computes them.
+        whole = [i for i in backwards if parts[i] == shapes[i] and not shares]
+        messages = list(fill_buckets(whole, sizes, BUCKET_SIZE))
+        if dtype == ms.float32:
+            messages[:1] = [sum(messages[:1], ()) + behind]
+        replicated += [Bucket.of(indices, dtype, [*sizes, *scalars]) for indices in messages]
+        cut = [i for i in backwards if parts[i] != shapes[i]]
+        sharded += [Bucket.of(indices, dtype, own_sizes) for indices in fill_buckets(cut, sizes, BUCKET_SIZE)]
+    return Layout(
+        world=world,
+        group=world._replace(size=shard_size),
+        shapes=shapes,
+        parts=parts,
+        itemsizes=tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors),  # Those of float32, or of float64 weights.
+        replicated=tuple(replicated),
+        sharded=tuple(sharded),
+        every_batch=kind.sync_each_batch and shard_size > 1,
+        shares=shares,
+    )
+
+
+def _part_of(tensor: Tensor, ranks: int, threshold: int) -> tuple[int, ...]:
+    """Return the shape that a rank has: a shard if its ranks can divide the first axis and it is large enough."""
+    shape = tuple(tensor.shape)
+    if not shape or shape[0] % ranks or math.prod(shape) * tensor.itemsize < threshold * 1024:
+        return shape
+    return (shape[0] // ranks, *shape[1:])

@@ -8,14 +8,13 @@ forward pass leaves such parameters whole, until a backward pass or `shard()` cu
 
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, first_line, require
+from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.arithmetic import scale_wide
 from ms_gradaccum.backend.compiled import runs_eagerly
 from ms_gradaccum.backend.tensors import map_tensors
@@ -38,43 +37,62 @@ UNSAVED = (
 
 def schedulers_of(network: nn.Cell) -> list[Any]:
     """Return the schedulers that reduce the gradients of a network's cells by HyperParallel's protocol."""
-    cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
-    return [each for _, cell in cells if (each := getattr(cell, "hsdp_scheduler", None)) is not None]
+    if not isinstance(network, nn.Cell):
+        return []
+    found = [getattr(cell, "hsdp_scheduler", None) for _, cell in network.cells_and_names()]
+    return [each for each in found if each is not None]
 
 
 def check_hooks_run(owner: str, eager: bool) -> None:
     """Raise if a network runs as a graph, which would not call the hooks that reduce its gradients."""
-    rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
-    require(eager, owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE).")
+    if not eager:
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be run op by op for hooks that reduce its gradients, but got "
+            f"a graph, which calls none. Call set_context(mode=PYNATIVE_MODE)."
+        )
 
 
 def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
-    rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
-    require(parallel == "auto" or isinstance(parallel, Reduced), owner, "parallel", rule, repr(parallel), remedy)
-    if isinstance(parallel, Reduced) and parallel.mean:
-        rule, remedy = "'auto' for a network of hsdp(), which says itself how it scales", "Leave it out."
-        raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
+    if parallel != "auto" and not isinstance(parallel, Reduced):
+        raise ValueError(
+            f"For '{owner}', the argument 'parallel' must be 'auto' for a network that reduces its gradients itself, "
+            f"but got {parallel!r}. They would be added up twice."
+        )
+    kind = parallel if isinstance(parallel, Reduced) else Reduced()
+    if kind.mean:
+        raise ValueError(
+            f"For '{owner}', the argument 'parallel' must be 'auto' for a network of hsdp(), which says itself how it "
+            f"scales, but got {parallel!r}. Leave it out."
+        )
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
-        says = all(map(partial(hasattr, each), _PROTOCOL)) and hasattr(each.config, "grad_scale")
-        rule, got = "one of hsdp(), which says how it reduces", f"a {type(each).__name__}, which does not"
-        require(says, owner, "network", rule, got, "Use hsdp() in place of fully_shard().")
+        if not all(hasattr(each, name) for name in _PROTOCOL) or not hasattr(each.config, "grad_scale"):
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be one of hsdp(), which says how it reduces, but got a "
+                f"{type(each).__name__}, which does not. Use hsdp() in place of fully_shard()."
+            )
     scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
-    rule = "one with one grad_scale and enable_grad_accumulation"
-    require(len(scales) == 1, owner, "network", rule, sorted(scales), "Give each part of the network the same ones.")
-    rule, remedy = "one that reduces all its gradients over all processes", "Give the whole network to hsdp()."
+    if len(scales) > 1:
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be one with one grad_scale and enable_grad_accumulation, but "
+            f"got {sorted(scales)}. Give each part of the network the same ones."
+        )
     for parameter in network.trainable_params():
-        got = f"{parameter.name!r}, which has no hook that reduces it"
-        require(parameter.hooks(), owner, "network", rule, got, remedy)
+        if not parameter.hooks():
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be one that reduces all its gradients over all processes, "
+                f"but got {parameter.name!r}, which has no hook that reduces it. Give the whole network to hsdp()."
+            )
     try:
         for each in schedulers:
             each.zero_grads()
     except RuntimeError as error:
-        got, remedy = first_line(error), "Leave enable_grad_accumulation out."
-        rule = "one that adds up its gradients with operators of this device"
-        raise ValueError(argument_error(owner, "network", rule, got, remedy)) from error
-    return parallel if isinstance(parallel, Reduced) else Reduced()
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be one that adds up its gradients with operators of this "
+            f"device, but got {first_line(error)}. Leave enable_grad_accumulation out."
+        ) from error
+    return kind
 
 
 def check_not_late(owner: str, network: nn.Cell) -> None:
@@ -104,8 +122,9 @@ class ReducedReducer(DataParallelReducer):
         self.has_shards = any(shard_size_of(parameter) > 1 for parameter in optimizer.parameters)
         # The factor that undoes a mean over ranks and the network's own scale.
         scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
+        means = ranks if settings.mean else 1.0
         self.is_scaled = settings.mean or scale != 1.0
-        self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
+        self.factor = Tensor(means / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
         self.checks_next = self.is_distributed  # If gradients were not reduced, the first update shows it.
         self.restart()
@@ -122,12 +141,15 @@ class ReducedReducer(DataParallelReducer):
     def check_window(self, owner: str) -> None:
         if self.holds_grads:
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
-        factors = self.factors
-        own = zlib.crc32(np.array(factors).tobytes()) >> 1
-        hashes = gather_counts("ends a window", own) if factors else []
-        is_one = len(set(hashes)) <= 1 and not (self.accumulates and len(set(factors)) > 1)
-        rule, remedy = "the same for all means that the network adds up", "Differentiate sums and give reduction='sum'."
-        require(is_one, owner, "weight", rule, f"{factors} on this rank", remedy)
+        if not self.factors:
+            return
+        hashes = gather_counts("ends a window", zlib.crc32(np.array(self.factors).tobytes()) >> 1)
+        differ_here = self.accumulates and len(set(self.factors)) > 1
+        if differ_here or len(set(hashes)) > 1:
+            raise ValueError(
+                f"For '{owner}', the argument 'weight' must be the same for all means that the network adds up, but "
+                f"got {self.factors} on this rank. Differentiate sums and give reduction='sum'."
+            )
 
     def begin_micro_batch(self, is_last: bool) -> None:
         if self.accumulates:
@@ -135,21 +157,22 @@ class ReducedReducer(DataParallelReducer):
                 if self.is_empty:
                     each.zero_grads()
                 each.set_requires_grad_sync(is_last)
-            self.is_empty, self.holds_grads = False, not is_last
+            self.is_empty = False
+            self.holds_grads = not is_last
 
     def end_micro_batch(self, factor: float | None = None) -> None:
         if factor is not None:
             self.factors.append(factor)
-        for each in self.schedulers[:1]:
-            if getattr(each.config, "comm_async", False):
-                each.platform.wait_grad_handle()
+        if self.schedulers and getattr(self.schedulers[0].config, "comm_async", False):
+            self.schedulers[0].platform.wait_grad_handle()
 
     def reshard(self) -> None:
         for each in self.schedulers:
             each.hsdp_state.shard()
 
     def restart(self) -> None:
-        self.is_empty, self.holds_grads = True, self.accumulates
+        self.is_empty = True
+        self.holds_grads = self.accumulates
         self.factors: list[float] = []  # The factors of the caller's gradients in this window.
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -166,10 +189,13 @@ class ReducedReducer(DataParallelReducer):
 
 def check_state(owner: str, optimizer: nn.Cell) -> None:
     """Raise if the optimizer was built before its parameters were sharded."""
-    shapes = [parameter.shape for parameter in optimizer.parameters]
+    parameters = optimizer.parameters
     for value in vars(optimizer).values():
-        if isinstance(value, ParameterTuple) and len(value) == len(shapes):
-            for item, shape in zip(value, shapes):
-                fits = item.ndim != len(shape) or item.shape == shape
-                rule, got = "one of the network's shards", f"the state {item.name!r} of shape {tuple(item.shape)}"
-                require(fits, owner, "optimizer", rule, got, "Build it after hsdp() has cut the parameters.")
+        if not isinstance(value, ParameterTuple) or len(value) != len(parameters):
+            continue
+        for item, parameter in zip(value, parameters):
+            if item.ndim == parameter.ndim and item.shape != parameter.shape:
+                raise ValueError(
+                    f"For '{owner}', the argument 'optimizer' must be one of the network's shards, but got the state "
+                    f"{item.name!r} of shape {tuple(item.shape)}. Build it after hsdp() has cut the parameters."
+                )

@@ -1,9 +1,8 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.communication import GlobalComm, get_group_size
 
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Done
@@ -118,27 +117,32 @@ class DataParallelReducer(GradientReducer):
     def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Kind) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
-        world, alone = Group(layout.world, rank), Group(layout.world._replace(size=1), rank, rank)
+        world = Group(layout.world, rank)
+        alone = Group(layout.world._replace(size=1), rank, rank)
+        sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(world)
-        self.reduce_message = reduce_each(layout.kept, alone, world)
-        sent = (*buffer.sums, *buffer.totals())
-        self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
-        self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
+        self.reduce_message = reduce_each(layout.replicated, alone, world)
+        self.messages = in_buckets(sums, layout.replicated)
+        self.assign_message = AssignParts(sums, layout.replicated)
+        self.check_weights = settings.check_weights and layout.world.size > 1
+        self.checks_next = self.check_weights  # True if the next update is checked.
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self) -> Done:
-        return self.reduce_kept()
+        return self.reduce_replicated()
 
-    def reduce_kept(self) -> Done:
+    def reduce_replicated(self) -> Done:
         """Add up, in place, the scalars and the sums that are whole on each rank."""
-        last, done, weight = (), (), ONE
-        for number in range(len(self.kept_sums)):
+        last: Done = ()
+        done: Done = ()
+        weight = ONE
+        for number, message in enumerate(self.messages):
             # A message waits for the previous one, but not for the assignment of its result.
-            last = self.reduce_message[number](tuple(self.kept_sums[number]), weight, last)
-            done += self.assign_kept(number, last)
+            last = self.reduce_message[number](tuple(message), weight, last)
+            done += self.assign_message(number, last)
             if number == 0:
                 weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done
@@ -147,26 +151,3 @@ class DataParallelReducer(GradientReducer):
         if self.checks_next:
             check_equal(self.shared())
             self.checks_next = self.check_weights
-
-
-def whole_parameters(
-    found: Iterable[tuple[str, Parameter]], reducers: Sequence[GradientReducer]
-) -> Iterator[tuple[str, Parameter]]:
-    """Yield the parameters of a training step as MindSpore saves and loads them: whole ones in place of shards."""
-    for name, parameter in found:
-        saved: Parameter | None = parameter
-        for reducer in reducers:
-            saved = None if saved is None else reducer.saved(saved)
-        if saved is not None:
-            yield name, saved
-
-
-def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
-    """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
-    gathers = {name: gather for reducer in reducers for name, gather in reducer.gathers.items()}
-    if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
-        # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a
-        # reshape. MindSpore leaves out no part where it removes redundancy: all of the group have another one.
-        layout = [[get_group_size()], [-1], [], 0, True, GlobalComm.WORLD_COMM_GROUP, [], []]
-        step.parameter_layout_dict = dict.fromkeys(gathers, layout)
-        step.parallel_parameter_merge_net_dict = gathers

@@ -4,25 +4,23 @@ The optimizer is sharded, too, inside a group, and replicated over groups.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.common.initializer import Initializer, initializer
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
-from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.arithmetic import ONE, as_flat
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
-from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, cut, in_buckets, reduce_each
+from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, in_buckets, reduce_each, split_message
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
+from ms_gradaccum.parallel.saved_shards import stand_in
 
 _HSDP = "HSDP"
 # Names in an optimizer's code which show that it combines several elements.
@@ -33,78 +31,45 @@ _WHOLE = frozenset(
 
 
 class ShardedReducer(DataParallelReducer):
-    """Reducer that shards an optimizer built for whole parameters, and the sums of each window or micro batch."""
+    """Reducer that shards an optimizer built for whole parameters. Subclasses reduce the gradients to shards."""
 
     def __init__(
         self, optimizer: nn.Optimizer, buffer: GradientBuffer, layout: Layout, rank: int, settings: DataParallel | HSDP
     ) -> None:
         size = layout.group.size
         group = Group(layout.group, rank, rank // size * size)
-        whole, sharded = tuple(optimizer.parameters), [i for i, part in enumerate(layout.is_sharded) if part]
-        state = _shard_optimizer(optimizer, sharded, lambda values: values[_rows(values, size, group.index)])
+        whole = tuple(optimizer.parameters)
+        sharded = [i for i, part in enumerate(layout.is_sharded) if part]
+        own_rows = partial(_rows_of, size, group.index)
+        state = _shard_optimizer(optimizer, sharded, own_rows)
         super().__init__(optimizer, buffer, layout, rank, settings)
-        self.every_batch = layout.every_batch
-        self.size, self.index, self.groups = size, group.index, layout.replicas.size
+        self.index = group.index
+        self.num_groups = layout.replicas.size
         self.is_part = Tensor(layout.is_sharded)
-        self.sharded = tuple(bucket.indices for bucket in layout.sharded)
         self.all_gather_rows = AllGather(group)
-        self.run_gather = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
-        replicas = Group(layout.replicas, rank, group.index, size)
-        self.reduce_shards = reduce_each(layout.sharded, group, replicas)
+        self.reduce_shards = reduce_each(layout.sharded, group, Group(layout.replicas, rank, group.index, size))
+        # The network's parameters: all of them, and those of which the optimizer has shards, with the shards.
         self.whole = ParameterTuple(whole)
-        self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
+        self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.own_in_buckets = in_buckets(self.parameters, layout.sharded)
         self.assign_wholes = AssignParts(whole, layout.sharded)
-        # The stand-ins of parameters in checkpoints, by id, and the parameters that checkpoints leave out. The
-        # network's whole parameters are saved and loaded, and the slices are copied from them before each update.
-        self.views: dict[int, Parameter] = {}
-        self.hidden = {id(self.parameters[i]) for i in sharded}
-        for item in [*state, *(buffer.sums[i] for i in sharded if self.every_batch)]:
-            self._show_whole(item)
-        if self.every_batch:
-            # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
-            places = {i: place for place, i in enumerate(i for bucket in self.sharded for i in bucket)}
-            self.places = tuple(places.get(i, len(places) + i) for i in range(len(whole)))
-            return
-        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
-        self.sums = ParameterTuple(
-            zeros(f"accu_grads.shard.{total.name}", part) if is_part else total
-            for total, part, is_part in zip(buffer.sums, layout.parts, layout.is_sharded)
-        )
-        self.hidden |= {id(self.sums[i]) for i in sharded}
-        self.sums_in_buckets = in_buckets(buffer.sums, layout.sharded)
-        self.assign_shards = AssignParts(self.sums, layout.sharded)
+        # By the id of a shard: what checkpoints hold in its place. They leave out (None) the slices of parameters,
+        # which are copied from the network's whole ones before each update.
+        self.stand_ins: dict[int, Parameter | None] = {id(shard): None for shard in self.own}
+        gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
+        for shard in (*state, *self.share_sums(sharded)):
+            view, gather = stand_in(shard, size, gather_rows, own_rows)
+            self.stand_ins[id(shard)] = view
+            self.gathered.append((view, gather))
 
-    def max_micro_batches(self, micro_batches: int) -> int:
-        return self.most("begins a batch", micro_batches) if self.every_batch else micro_batches
-
-    def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self.every_batch:
-            return grads
-        last: Done = ()
-        parts: tuple[Tensor, ...] = ()
-        for number, bucket in enumerate(self.sharded):
-            # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
-            last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
-            for run in cut(last, self.assign_wholes.cuts[number]):
-                parts += run
-        # Computing shapes in a graph would dominate the compile time.
-        return map_tensors(_shaped, pick((*parts, *grads), self.places), tuple(self.buffer.sums))
-
-    def reduce(self) -> Done:
-        done = self.reduce_kept()
-        if self.every_batch:
-            return done
-        last, weight = done, ops.depend(self.buffer.weight + 0.0, done)
-        for number, bucket in enumerate(self.sums_in_buckets):
-            last = self.reduce_shards[number](tuple(bucket), weight, last)
-            done += self.assign_shards(number, last)
-        return done
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+        """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
+        raise NotImplementedError
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         # Reduced over all ranks, although each group has all shards, so that every rank gets the same bits.
-        wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
+        wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.num_groups
         return ops.select(self.is_part, wholes, squares)
 
     def before_update(self) -> Done:
@@ -114,9 +79,10 @@ class ShardedReducer(DataParallelReducer):
         return map_tensors(ops.partial(_assign_rows, self.index), tuple(self.own), tuple(self.wholes))
 
     def after_update(self, updated: Done) -> Done:
-        last, done = updated, ()
+        last = updated
+        done: Done = ()
         for number, bucket in enumerate(self.own_in_buckets):
-            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(_as_flat, tuple(bucket))), last))
+            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, tuple(bucket))), last))
             done += self.assign_wholes(number, last)
         return done, updated
 
@@ -124,55 +90,64 @@ class ShardedReducer(DataParallelReducer):
         return tuple(self.whole)
 
     def saved(self, parameter: Parameter) -> Parameter | None:
-        return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
-
-    def _show_whole(self, shard: Parameter) -> None:
-        """In checkpoints, replace ``shard`` by a parameter of the whole shape without memory."""
-        # Loading it loads the shard. Saving, reading and copying it call `gather`, a collective.
-        shape = (shard.shape[0] * self.size, *shard.shape[1:])
-
-        def gather(_: object = None) -> Tensor:
-            rows = self.run_gather(_as_flat(shard))
-            return ops.cast(rows.reshape(shape), shard.dtype)
-
-        def whole(*_: object, **__: object) -> Parameter:
-            return Parameter(gather(), shard.name, shard.requires_grad)
-
-        with no_init_parameters():
-            view = Parameter(initializer(_Gathered(gather), shape, shard.dtype), shard.name, shard.requires_grad)
-
-        def set_data(data: Tensor, slice_shape: bool = False) -> Parameter:
-            values = data.asnumpy()
-            assign_in_place(shard, Tensor(values[_rows(values, self.size, self.index)], shard.dtype))
-            return view
-
-        view.set_data, view.init_data, view.__deepcopy__ = set_data, whole, whole
-        for name in ("asnumpy", "get_bytes", "tolist"):
-            setattr(view, name, lambda name=name: getattr(gather(), name)())
-        self.views[id(shard)] = view
-        self.gathered.append((view, gather))
+        return self.stand_ins.get(id(parameter), parameter)
 
 
-class _Gathered(Initializer):
-    """Initializer of the copies of a stand-in: they begin with the gathered values."""
+class WindowShards(ShardedReducer):
+    """Reduce the sums to shards at the end of each window."""
 
-    def __init__(self, gather: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.gather = gather
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
+        sums = list(self.buffer.sums)
+        for i in sharded:
+            sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
+            self.stand_ins[id(sums[i])] = None  # They have values only during an update.
+        self.sums = ParameterTuple(sums)
+        self.sums_in_buckets = in_buckets(self.buffer.sums, self.layout.sharded)
+        self.assign_shards = AssignParts(self.sums, self.layout.sharded)
+        return []
 
-    def _initialize(self, arr: Array) -> None:
-        arr[...] = self.gather().asnumpy()
+    def reduce(self) -> Done:
+        done = self.reduce_replicated()
+        last = done
+        weight = ops.depend(self.buffer.weight + 0.0, done)
+        for number, bucket in enumerate(self.sums_in_buckets):
+            last = self.reduce_shards[number](tuple(bucket), weight, last)
+            done += self.assign_shards(number, last)
+        return done
 
 
-def _rows(values: Array, size: int, index: int) -> slice:
-    """Return the rows of a whole array that rank ``index`` of ``size`` holds."""
-    rows = values.shape[0] // size
-    return slice(index * rows, (index + 1) * rows)
+class BatchShards(ShardedReducer):
+    """Reduce the gradients of each micro batch to shards, so that the buffer has only these."""
+
+    every_batch = True
+
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+        self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
+        # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
+        order = [i for bucket in self.sharded for i in bucket]
+        self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
+        return [self.buffer.sums[i] for i in sharded]
+
+    def max_micro_batches(self, micro_batches: int) -> int:
+        return self.most("begins a batch", micro_batches)
+
+    def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        last: Done = ()
+        parts: tuple[Tensor, ...] = ()
+        for number, bucket in enumerate(self.sharded):
+            # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
+            last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
+            for run in split_message(last, self.assign_wholes.runs[number]):
+                parts += run
+        # Computing shapes in a graph would dominate the compile time.
+        return map_tensors(_shaped, pick((*parts, *grads), self.picked), tuple(self.buffer.sums))
 
 
-def _as_flat(shard: Tensor) -> Tensor:
-    # Sent as float32, which every backend supports and which represents 16-bit values exactly.
-    return ops.cast(shard, ms.float32).reshape(-1)
+def _rows_of(ranks: int, index: int, whole: Array) -> Array:
+    """Return the rows of a whole array that one of the ranks of a group holds."""
+    rows = whole.shape[0] // ranks
+    return whole[index * rows : (index + 1) * rows]
 
 
 def _shaped(part: Tensor, like: Tensor) -> Tensor:
@@ -186,19 +161,24 @@ def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 def check_shardable(optimizer: nn.Cell) -> None:
     """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
-    name, rule = type(optimizer).__name__, "one that works element by element"
+    name = type(optimizer).__name__
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
-    sees_all = isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor))
-    require(not sees_all, _HSDP, "optimizer", rule, f"{name}, which looks at whole parameters", remedy)
     *outer, last = optimizers_in(optimizer)
-    require(not outer, _HSDP, "optimizer", rule, f"{name}, which has {type(last).__name__} inside", remedy)
+    problem = f"has {type(last).__name__} inside" if outer else ""
+    if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
+        problem = "looks at whole parameters"
+    rule = "one that works element by element"
+    require(not problem, _HSDP, "optimizer", rule, f"{name}, which {problem}", remedy)
     known = {id(item) for value in _matching(optimizer) for item in value}
-    rates = [cell for _, cell in optimizer.cells_and_names() if isinstance(cell, LearningRateSchedule)]
-    known |= {id(item) for cell in rates for item in cell.get_parameters()}
+    for _, cell in optimizer.cells_and_names():
+        if isinstance(cell, LearningRateSchedule):
+            known |= {id(item) for item in cell.get_parameters()}
     for item in all_parameters(optimizer):
-        got = f"{name} with the state {item.name!r} of shape {tuple(item.shape)}"
-        fits = id(item) in known or item.size <= 1
-        require(fits, _HSDP, "optimizer", "one whose state has its parameters' shapes", got, remedy)
+        if id(item) not in known and item.size > 1:
+            raise ValueError(
+                f"For 'HSDP', the argument 'optimizer' must be one whose state has its parameters' shapes, but got "
+                f"{name} with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
+            )
     whole = sorted(NetworkCode(optimizer).names & _WHOLE)
     if whole:
         warn(
@@ -209,22 +189,25 @@ def check_shardable(optimizer: nn.Cell) -> None:
 
 
 def _matching(optimizer: nn.Cell) -> list[ParameterTuple]:
+    """Return the tuples of an optimizer's parameters, and of its state that has their shapes."""
     shapes = [parameter.shape for parameter in optimizer.parameters]
     tuples = [value for value in vars(optimizer).values() if isinstance(value, ParameterTuple)]
     return [value for value in tuples if [item.shape for item in value] == shapes]
 
 
 def _shard_optimizer(
-    optimizer: nn.Optimizer, sharded: Sequence[int], cut_rows: Callable[[Array], Array]
+    optimizer: nn.Optimizer, sharded: Sequence[int], own_rows: Callable[[Array], Array]
 ) -> list[Parameter]:
     """Replace the ``sharded`` parameters and their optimizer state by slices. Return the slices of the state."""
     parameters = {id(parameter) for parameter in optimizer.parameters}
     slices: dict[int, Parameter] = {}  # A parameter can be in several tuples and must have one slice.
-    for whole in [value[i] for value in _matching(optimizer) for i in sharded]:
-        if id(whole) not in slices:
-            # The network's parameter already has that name; the names of the state are unique.
-            name = f"shard.{whole.name}" if id(whole) in parameters else whole.name
-            slices[id(whole)] = Parameter(Tensor(cut_rows(whole.asnumpy())), name, requires_grad=whole.requires_grad)
+    for value in _matching(optimizer):
+        for whole in [value[i] for i in sharded]:
+            if id(whole) not in slices:
+                # The network's parameter already has that name; the names of the state are unique.
+                name = f"shard.{whole.name}" if id(whole) in parameters else whole.name
+                rows = Tensor(own_rows(whole.asnumpy()))
+                slices[id(whole)] = Parameter(rows, name, requires_grad=whole.requires_grad)
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, ParameterTuple) and any(id(item) in slices for item in value):
             # Bypass Cell.__setattr__, which takes a second attribute with the same tuple for duplicate names.

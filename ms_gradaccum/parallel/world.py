@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -46,7 +47,9 @@ def current_world(owner: str) -> World:
     """Return the rank and the number of processes. Raise if a job of several processes has not called ``init()``."""
     if GlobalComm.INITED:
         return World(get_rank(), get_group_size())
-    started = int(os.getenv("MS_WORKER_NUM", "1")) if os.getenv("MS_ROLE") == "MS_WORKER" else 1
+    if os.getenv("MS_ROLE") != "MS_WORKER":
+        return World(0, 1)
+    started = int(os.getenv("MS_WORKER_NUM", "1"))
     if started > 1:
         raise RuntimeError(
             f"For '{owner}', the {started} processes of this job must be connected before they train, but init() was "
@@ -71,7 +74,8 @@ def gather_values(doing: str, value: object) -> list[Any]:
     """Return each rank's ``value``, which JSON can represent, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     data = data.ljust(1 << len(data).bit_length())  # Few lengths, since each needs its own graph.
-    return [json.loads(each) for each in _gather_bytes(data, gather_counts(doing, len(data)))]
+    lengths = gather_counts(doing, len(data))
+    return [json.loads(each) for each in _gather_bytes(data, lengths)]
 
 
 def exchange(doing: str, make: Callable[[], object]) -> list[Any]:
@@ -79,8 +83,8 @@ def exchange(doing: str, make: Callable[[], object]) -> list[Any]:
     try:
         made = make()
     except Exception as error:
-        kinds = [name for name, kind in _ERRORS.items() if isinstance(error, kind)]
-        gather_values(doing, [None, [*kinds, "RuntimeError"][0], f"{error}"])
+        kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
+        gather_values(doing, [None, kind, f"{error}"])
         raise
     everyone = gather_values(doing, [made, None, ""])
     for rank, (_, kind, text) in enumerate(everyone):
@@ -118,7 +122,7 @@ def _gather_pairs(doing: str, first: int, second: int = 0) -> Array:
         raise RanksDiffer(f"{_UNLIKE} this rank {doing} and another one adds up gradients. {_ALL}")
     if any(received[:, 1] != kind):
         texts = [each.decode().strip() for each in _gather_bytes(doing.encode(), [_LONGEST] * len(received))]
-        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        rank = _unlike_first(texts)[0]
         raise RanksDiffer(f"{_UNLIKE} rank 0 {texts[0]} and rank {rank} {texts[rank]}. {_ALL}")
     return received[:, 2:]
 
@@ -136,20 +140,24 @@ def _collective(broadcasts: bool) -> Compiled:
     return Compiled(lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True)
 
 
+def _unlike_first(values: Sequence[object]) -> list[int]:
+    """Return the ranks whose value is not that of rank 0. Texts are compared: a NaN is not equal to itself."""
+    return [rank for rank, value in enumerate(values) if repr(value) != repr(values[0])]
+
+
 def check_agreement(owner: str, settings: dict[str, object], doing: str = "builds a training step") -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
     hashes = gather_values(doing, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
-    if all(value == hashes[0] for value in hashes):
+    if not _unlike_first(hashes):
         return
     everyone = gather_values(doing, settings)
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+    for name in dict.fromkeys(chain(*everyone)):
         values = [theirs.get(name) for theirs in everyone]
-        # The texts are compared because a NaN is not equal to itself.
-        rank = next((rank for rank, value in enumerate(values) if repr(value) != repr(values[0])), 0)
-        if rank:
+        others = _unlike_first(values)
+        if others:
             raise ValueError(
                 f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank 0 and "
-                f"{values[rank]} on rank {rank}. Start all ranks with the same settings."
+                f"{values[others[0]]} on rank {others[0]}. Start all ranks with the same settings."
             )
 
 
@@ -176,9 +184,8 @@ def compare_ranks(
     firsts = [FirstInput(*each[0]) for each in everyone]
     _warn_of_same_data(owner, firsts)
     _warn_of_other_rows(owner, [each for each in firsts if each.reductions])
-    for place, what in ((1, "averages (EMA)"), (2, "learning rate"), (3, "parameters")):
-        # The texts are compared because a NaN is not equal to itself.
-        ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
+    for i, what in enumerate(("averages (EMA)", "learning rate", "parameters"), 1):
+        ranks = _unlike_first([each[i] for each in everyone])
         if ranks:
             raise RanksDiffer(
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
@@ -189,11 +196,12 @@ def compare_ranks(
 
 def _warn_of_same_data(owner: str, firsts: Sequence[FirstInput]) -> None:
     """Warn if ranks have begun with the same batch or gradients."""
-    # Name the largest group of such ranks.
-    groups = [[rank for rank, other in enumerate(firsts) if other[:2] == each[:2]] for each in firsts if each.kind]
-    same = max(groups, key=len, default=[])
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(firsts):
+        if each.kind:
+            ranks_of.setdefault((each.kind, each.digest), []).append(rank)
+    (what, _), same = max(ranks_of.items(), key=lambda item: len(item[1]), default=(("", ""), []))
     if len(same) > 1:
-        what = firsts[same[0]].kind
         hint = "" if what == "batch" else " Leave a DistributedGradReducer out: they are added up over the ranks here."
         warn(
             f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, "
@@ -224,13 +232,13 @@ def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
 
 def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose values differ from rank 0 in any bit. Collective."""
-    digests = gather_values("compares parameters", digest(tensors))
-    return [rank for rank, value in enumerate(digests) if value != digests[0]]
+    return _unlike_first(gather_values("compares parameters", digest(tensors)))
 
 
 def check_equal(parameters: Iterable[Parameter]) -> None:
     """Raise on every rank if the ranks' weights differ after an update. Collective."""
-    if ranks := differing_ranks(parameters):
+    ranks = differing_ranks(parameters)
+    if ranks:
         raise RanksDiffer(
             f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
             f"from rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
@@ -242,16 +250,20 @@ def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
         values = each.asnumpy()
         received = _send(_as_words(values.tobytes()), broadcasts=True).tobytes()[: values.nbytes]
-        assign = each.set_data if isinstance(each, Parameter) else each.assign_value
-        assign(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
+        value = Tensor(np.frombuffer(received, values.dtype).reshape(values.shape))
+        if isinstance(each, Parameter):
+            each.set_data(value)
+        else:
+            each.assign_value(value)
 
 
 def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     """Return the place of this rank's first row among all rows, their number, and the gathered arrays."""
     # A rank without rows gives no arrays and gets none. Collective, in two messages: first each rank's numbers of rows
     # and of bytes per row, then the arrays, one after the other.
-    own = [len(arrays[0]), sum(array[0].nbytes for array in arrays)] if arrays else [0, 0]
-    counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", *own).T
+    num_rows = len(arrays[0]) if arrays else 0
+    row_bytes = sum(array[0].nbytes for array in arrays)
+    counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", num_rows, row_bytes).T
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(map(str, widths))
         raise ValueError(
@@ -259,10 +271,13 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
             f"Pad their other axes to one length."
         )
     received = _gather_bytes(b"".join(array.tobytes() for array in arrays), counts.astype(np.int64) * widths)
-    whole, begin = [], 0
+    whole = []
+    begin = 0  # The bytes per row of the arrays before.
     for array in arrays:
-        size, parts = array[0].size, [(data, count) for data, count in zip(received, counts) if count]
-        rows = [np.frombuffer(data, array.dtype, count * size, count * begin) for data, count in parts]
+        rows = []
+        for data, count in zip(received, counts):
+            if count:
+                rows.append(np.frombuffer(data, array.dtype, count * array[0].size, count * begin))
         whole.append(np.concatenate(rows).reshape(-1, *array.shape[1:]))
         begin += array[0].nbytes
     return int(counts[: get_rank()].sum()), int(counts.sum()), whole
@@ -271,7 +286,8 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
 @cache
 def tell_peers(owner: str, world: World) -> None:
     """Make an error that ends this process appear in the msrun logs of the other ranks."""
-    before, own = sys.excepthook, Path(os.path.realpath("/proc/self/fd/2"))
+    before = sys.excepthook
+    own = Path(os.path.realpath("/proc/self/fd/2"))
     if not _LOG.fullmatch(own.name):
         return
     import fcntl  # Missing on Windows, which has no such log.

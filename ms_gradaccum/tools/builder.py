@@ -59,19 +59,23 @@ class Builder(NamedTuple):
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
         import mindspore as ms
 
+        from ms_gradaccum.backend.device import arguments_of_set_device
+
         place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
         # The arguments of this program are only for its own functions. A function of another program gets none.
         argv = [place] if isinstance(build, str) else sys.argv
-        return Builder(place, name, argv, ms.get_context("mode"), _device(), owner)
+        return Builder(place, name, argv, ms.get_context("mode"), arguments_of_set_device(), owner)
 
     def call(self) -> Any:
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
         import mindspore as ms
 
+        from ms_gradaccum.backend.device import arguments_of_set_device
+
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
         # A device can be set only once. So the default device is not set, because the function may choose another.
-        if self.device != _device():
+        if self.device != arguments_of_set_device():
             ms.set_device(*self.device)
         try:
             module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
@@ -83,14 +87,6 @@ class Builder(NamedTuple):
             rule = f"the name of a function of {self.place}"
             raise ValueError(_sentence(self.owner, repr(self.name), "It is called without arguments.", rule))
         return build()
-
-
-def _device() -> list[str | int]:
-    """Return the arguments of `set_device` for the device of this process."""
-    import mindspore as ms
-
-    target = ms.get_context("device_target")
-    return [target] if target == "CPU" else [target, ms.get_context("device_id")]
 
 
 def _parse(owner: str, text: str) -> tuple[str, str]:

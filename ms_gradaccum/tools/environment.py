@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import mindspore as ms
 
 from ms_gradaccum._checks import first_line
-from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, multiply
+from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_host, this_device
+from ms_gradaccum.backend.probes import multiply
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
@@ -16,7 +17,7 @@ _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREA
 
 def describe() -> dict[str, str]:
     """Return the facts that ``python -m ms_gradaccum env`` prints, by name."""
-    target = ms.get_context("device_target")
+    target = this_device()
     facts = {"python": platform.python_version(), "system": platform.platform()}
     facts.update({name: _version_of(name) for name in _PACKAGES})
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
@@ -26,7 +27,7 @@ def describe() -> dict[str, str]:
     facts["float16 products"] = _tried(ms.float16)
     facts["bfloat16 products"] = _tried(ms.bfloat16)
     slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
-    facts["fast convolutions on CPU"] = "not used" if target != "CPU" else slow if are_slow() else "yes"
+    facts["fast convolutions on CPU"] = "not used" if not is_host() else slow if are_slow() else "yes"
     facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"
     facts.update({f"${name}": value for name in [*_VARIABLES, VARIABLE] if (value := os.getenv(name)) is not None})
     return facts

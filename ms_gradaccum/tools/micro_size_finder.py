@@ -16,15 +16,16 @@ from mindspore import nn
 
 from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, require, typed
 from ms_gradaccum.backend.compiled import return_memory
+from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError, refuse_inside
 from ms_gradaccum.tools.text import size_text
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "find_micro_size"
 # The polling interval of a process's memory. A process fills 1 to 3 GB in a second. Unit: seconds.
@@ -224,7 +225,7 @@ def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home
     # Make the system kill this process first when memory runs out, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    training, on_host = Training(Builder(*builder).call(), micro_size), ms.get_context("device_target") == "CPU"
+    training, on_host = Training(Builder(*builder).call(), micro_size), is_host()
     # Return memory gaps that building has left, which the training would fill first.
     return_memory()
     Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.

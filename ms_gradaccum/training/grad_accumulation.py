@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -27,10 +27,11 @@ from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
-from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, MeanWeight, OwnWeight, RowWeight, WeightedLoss
+from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
 from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.network_precision import in_precision
 
 _OWNER = "GradAccumulation"
 # Cells of MindSpore that split a batch themselves, and the advice for each.
@@ -46,8 +47,10 @@ _OTHER_STEP = (
     "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
     "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
 )
-# The treatment of several losses that a network returns.
-_Losses = Literal["sum", "first"]
+_LOSSES_REMEDY = (
+    "'sum' trains the sum of all losses that network returns, 'first' the first alone, and so does a tuple with the "
+    "names of the others."
+)
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
 _WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
 Weighted = bool | Literal["mean"]
@@ -81,9 +84,10 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             `(loss_mean, weight)`, a mean over `weight` tokens; a micro batch of weight 0 counts for nothing, though
             its mean is 0 / 0. If ``False``, each counts by its rows. :class:`TokenMeanLoss` is always weighted.
             Default: ``False``.
-        losses (Union[str, None]): Treatment of further floating-point scalars that `network` returns, at most 64:
-            ``"sum"`` trains the sum of them all, ``"first"`` only the first, and ``None`` refuses them. The mean of
-            each over the window, weighted as the loss, is in ``StepOutput.other_losses``. Default: ``None``.
+        losses (Union[str, tuple[str], None]): Treatment of further floating-point scalars that `network` returns:
+            ``"sum"`` trains the sum of them all, ``"first"`` only the first, and ``None`` refuses them. A tuple names
+            those after the first, which is trained alone; without names there are at most 64. The mean of each over
+            the window, weighted as the loss, is in ``StepOutput.other_losses``. Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per argument of
             the network, ``None`` for an input that goes whole into each micro batch. For an input that is a tuple or a
             dict, one entry for all its tensors, or a tuple or dict of entries. Tensors without axes and values that
@@ -130,7 +134,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         *,
         weighted: Weighted = False,
         batch_axis: BatchAxis = 0,
-        losses: _Losses | None = None,
+        losses: Losses | None = None,
         **unknown: NoReturn,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -142,10 +146,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         _check_inside(network)
         self.micro_size = check_micro_size(micro_size)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
-        self.losses = _check_losses(losses, self.weighted)
+        _check_losses(losses, self.weighted)
+        self.losses = losses
+        # The names of the further losses in a report, and their number.
+        self.loss_names = losses if isinstance(losses, tuple) else ()
+        self.other_losses = num_other_losses(losses)
         # True if the loss is no sum over micro batches, so that each batch is prepared for them.
         self.needs_all_rows = isinstance(network, WholeBatchLoss)
-        self.other_losses = 0 if losses is None else MOST_OTHER_LOSSES  # The number of further losses in a report.
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
@@ -349,14 +356,23 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     return weighted or returned
 
 
-def _check_losses(losses: _Losses | None, weighted: Weighted) -> _Losses | None:
-    if losses is not None:
-        remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
-        check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
-        rule = f"None or 'first' with weighted={weighted}"
-        remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
-        require(losses == "first" or not weighted, _OWNER, "losses", rule, "'sum'", remedy)
-    return losses
+def _check_losses(losses: Any, weighted: Weighted) -> None:
+    if losses is None:
+        return
+    if isinstance(losses, tuple):
+        names = [name for name in losses if isinstance(name, str) and name]
+        if not losses or len(set(names)) < len(losses):
+            raise ValueError(
+                f"For '{_OWNER}', a tuple as 'losses' must have a name of its own for each scalar that 'network' "
+                f"returns after its loss, but got {losses!r}. For example losses=('cls', 'box')."
+            )
+        return
+    check_choice(_OWNER, "losses", losses, ("sum", "first"), _LOSSES_REMEDY)
+    if losses == "sum" and weighted:
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'losses' must be None, 'first' or names with weighted={weighted!r}, but got "
+            f"'sum'. A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
+        )
 
 
 _split_shapes = primexpr(split_shapes)

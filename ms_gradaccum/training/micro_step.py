@@ -20,7 +20,8 @@ from ms_gradaccum.backend.thread_pool import in_thread_pool
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.network_precision import computes_in_16_bits
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 

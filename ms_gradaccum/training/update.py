@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
@@ -27,7 +27,9 @@ class Update(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed: float) -> None:
         super().__init__(auto_prefix=False)
-        self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self.buffer = reducer.buffer
         # An optimizer that knows the loss scale divides by it: it gets gradients times this scale.
         self.handed_scale = handed
         self.loss_scale = settings.precision.loss_scale
@@ -48,8 +50,10 @@ class Update(nn.Cell):
 
     def mean_gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return as `gradients`, but no gradients if an optimizer outside of the graph takes the sums themselves."""
-        clipped_norm, ready = self.gradients(norm, *limit)
-        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
+        clipped_norm, grads = self.gradients(norm, *limit)
+        if self.in_place:
+            return ops.depend(clipped_norm, grads), ()
+        return clipped_norm, grads
 
     def gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return the norm after clipping and the optimizer's input. A ``limit`` replaces the clip's own limit."""
@@ -109,21 +113,21 @@ class EagerUpdate:
     """Update with an optimizer that runs op by op, as in MindSpore's own step in PYNATIVE mode."""
 
     def __init__(self, owner: str, update: Update) -> None:
-        self.optimizer, self.sums = update.optimizer, update.reducer.sums
+        self.optimizer = update.optimizer
+        self.sums = update.reducer.sums
         self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
         self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         self.jit_parts = jit_parts_of(self.optimizer)
-        if type(self.optimizer).__module__.startswith("mindspore.mint.") and device_target() == "CPU":
-            name = type(self.optimizer).__name__
-            does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"
-            if name == "AdamW":
-                does, way = "has no kernel on CPU", ""
-            warn(
-                f"For '{owner}', {name} of mindspore.mint {does}, also in MindSpore's own step. Take one of "
-                f"mindspore.nn or mindspore.experimental{way}."
-            )
+        kind = type(self.optimizer)
+        if kind.__module__.startswith("mindspore.mint.") and not has_mint_optimizers():
+            does = "changes nothing on CPU in PYNATIVE mode"
+            remedy = "Take one of mindspore.nn or mindspore.experimental, or give compile=True, with which it trains."
+            if kind.__name__ == "AdamW":
+                does = "has no kernel on CPU"
+                remedy = "Take one of mindspore.nn or mindspore.experimental."
+            warn(f"For '{owner}', {kind.__name__} of mindspore.mint {does}, also in MindSpore's own step. {remedy}")
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
@@ -136,7 +140,9 @@ class EagerUpdate:
         # Bypass the hook that detects other callers.
         run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
         with op_by_op():
-            # A user's optimizer may keep its inputs, so it gets copies of the sums.
-            run(grads or tuple(total.value() if self.is_users else total for total in self.sums))
+            if not grads:
+                # A user's optimizer may keep its inputs, so it gets copies of the sums.
+                grads = tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
+            run(grads)
         if self.is_users:  # It may have moved them itself.
             self.jit_parts.note_places()

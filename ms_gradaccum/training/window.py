@@ -74,7 +74,7 @@ class Window:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
-        batches, scale = self.count.read(), self.loss_scale.numbers()
+        batches, scale = self.count.read(), self.loss_scale.chooser_state.state_dict()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
         # A graph does not follow what the program sets in the groups of its optimizer.
@@ -89,7 +89,7 @@ class Window:
         groups = groups_of(self.optimizers) if "groups" in saved else []  # There are none in states of 0.2.0.
         settings = check.check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
         steps = [step for each in zip(groups, settings) for step in plain_state.plan_settings(*each)]
-        self.loss_scale.load_numbers(saved.get("loss_scale"))
+        self.loss_scale.chooser_state.load_state_dict(saved.get("loss_scale"))
         for step in steps:
             step()
         self.count.set(counts["batches"])

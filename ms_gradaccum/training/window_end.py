@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
-from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
@@ -55,7 +55,7 @@ class WindowEnd(nn.Cell):
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
-        self.can_raise = device_target() == "CPU"  # Errors inside graphs were tried only on CPU.
+        self.can_raise = graphs_can_raise()
         self.broken = broken_gradient(self.owner)
         # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
         self.is_bad = Tensor(False)

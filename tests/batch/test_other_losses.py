@@ -25,6 +25,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 4], [1, 1], [4, 0], [2, 5]])
 Y = np.float32([[1], [0], [2], [1], [3], [2], [0]])
@@ -66,6 +67,7 @@ def halves(x, y):
 
 
 ALL = means((X, Y))
+NAMES = ("size", "label")
 
 
 def step_of(network=None, micro_size=2, losses="first", weighted=False, **settings):
@@ -80,7 +82,7 @@ def check(output, expected):
     np.testing.assert_allclose([number(loss) for loss in found], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("losses", ["first", "sum"])
+@pytest.mark.parametrize("losses", ["first", "sum", NAMES])
 def test_they_are_means_over_the_rows_of_the_window(losses, mode):
     check_window(losses, None)
 
@@ -116,10 +118,11 @@ def test_a_network_of_one_loss_and_a_cell_without_the_word_report_none(network_m
         assert ("accu_grads.weight.window_other_losses" in step.parameters_dict()) == (losses is not None)
 
 
-def test_with_a_weight_of_their_own_they_count_as_the_loss_does(network_mode):
+@pytest.mark.parametrize("losses", ["first", NAMES])
+def test_with_a_weight_of_their_own_they_count_as_the_loss_does(losses, network_mode):
     expected = means(*halves(*FIRST), weigh=lambda x, y: y.sum())
     assert abs(expected - means(FIRST)).min() > 0.01
-    check(step_of(Pairs(), weighted=True)(*tensors(*FIRST)), expected)
+    check(step_of(Pairs(), losses=losses, weighted=True)(*tensors(*FIRST)), expected)
 
 
 def test_a_micro_batch_that_weighs_nothing_has_no_part_in_them(eager):
@@ -132,9 +135,10 @@ def test_a_micro_batch_that_weighs_nothing_has_no_part_in_them(eager):
     check(step_of(Nothing(), weighted=True)(*tensors(X[:5], labels)), means((X[:3], labels[:3])))
 
 
-def test_inside_a_larger_graph_they_are_the_ninth_item():
+@pytest.mark.parametrize("losses", ["first", NAMES])
+def test_inside_a_larger_graph_they_are_the_ninth_item(losses):
     ms.set_context(mode=ms.GRAPH_MODE)
-    step = step_of(accumulation_steps=2)
+    step = step_of(losses=losses, accumulation_steps=2)
     graph = Around(step).set_train()
     check(StepOutput(*graph(*tensors(*FIRST))), means(FIRST))
     items = graph(*tensors(*FIRST))
@@ -142,7 +146,8 @@ def test_inside_a_larger_graph_they_are_the_ninth_item():
     check(StepOutput(*items), means(FIRST))
 
 
-def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(tmp_path, capsys, eager):
+@pytest.mark.parametrize(("losses", "keys"), [("first", ("1", "2")), (NAMES, NAMES)])
+def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(losses, keys, tmp_path, capsys, eager):
     seen, calls = [], []
 
     class Seen(ms.train.Callback):
@@ -151,7 +156,7 @@ def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(tmp_p
 
     network = Losses()
     optimizer = KeepGradients(network.trainable_params())
-    model = Model(GradAccumulation(network, 2, losses="first"), optimizer=optimizer, accumulation_steps=2)
+    model = Model(GradAccumulation(network, 2, losses=losses), optimizer=optimizer, accumulation_steps=2)
     data = NumpySlicesDataset((X[:6], Y[:6]), shuffle=False).batch(3)
     logger = MetricsLogger(tmp_path / "run.jsonl", log=lambda numbers, step: calls.append(numbers))
     callbacks = [Seen(), logger, ProgressBar(live=False)]
@@ -160,8 +165,8 @@ def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(tmp_p
     check(seen[-1], expected)
     line = json.loads((tmp_path / "run.jsonl").read_text())
     for numbers in (line, *calls):
-        np.testing.assert_allclose([numbers["other_loss_1"], numbers["other_loss_2"]], expected, rtol=1e-5)
-        assert "other_losses" not in numbers
+        np.testing.assert_allclose([numbers[f"other_loss_{key}"] for key in keys], expected, rtol=1e-5)
+        assert not {"other_losses", "loss_names"} & set(numbers)
     assert f"other losses {expected[0]:.4g} {expected[1]:.4g}, lr" in capsys.readouterr().out
 
 
@@ -225,7 +230,7 @@ def test_float64_weights_report_them_too(eager):
     check(step_of(network)(Tensor(X.astype(np.float64)), Tensor(Y.astype(np.float64))), means((X, Y)))
 
 
-@pytest.mark.parametrize("losses", ["first", "sum"])
+@pytest.mark.parametrize("losses", ["first", "sum", NAMES])
 def test_a_state_of_an_open_window_holds_them(losses, tmp_path, eager):
     step = step_of(losses=losses, accumulation_steps=2)
     step(*tensors(*FIRST))
@@ -249,6 +254,37 @@ def test_a_state_of_another_word_is_refused(tmp_path, eager):
         ValueError, match="setting: it lacks accu_grads.weight.window_other_losses. Nothing was changed"
     ):
         load_state(step_of(One(), accumulation_steps=2), tmp_path)
+
+
+def test_a_state_without_names_is_refused_by_a_step_with_names(tmp_path, eager):
+    step = step_of(accumulation_steps=2)
+    step(*tensors(*FIRST))
+    save_state(step, tmp_path)
+    with pytest.raises(ValueError, match="accu_grads.weight.window_other_losses"):
+        load_state(step_of(losses=NAMES, accumulation_steps=2), tmp_path)
+
+
+def test_names_give_their_number_before_the_first_batch():
+    assert step_of(losses=NAMES).parameters_dict()["accu_grads.weight.window_other_losses"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("names", [("size",), ("size", "label", "more")])
+def test_another_number_of_names_than_of_losses_is_refused(names, network_mode):
+    text = (
+        "For 'GradAccumulation', the argument 'losses' must have a name for each scalar that 'network' returns after "
+        f"its loss, but got {names} for 2 of them. The loss itself, which is trained, has no name."
+    )
+    step = step_of(losses=names)
+    before = step.network.network.weight.asnumpy().copy()
+    with pytest.raises(ValueError, match=whole(text)):
+        step(*tensors(X, Y))
+    np.testing.assert_array_equal(step.network.network.weight.asnumpy(), before)
+
+
+@pytest.mark.parametrize("names", [(), ("size", "size"), ("size", 1), ("size", "")])
+def test_what_gives_no_name_to_each_loss_is_refused(names):
+    with pytest.raises(ValueError, match="a tuple as 'losses' must have a name of its own for each scalar"):
+        GradAccumulation(Losses(), 2, losses=names)
 
 
 def test_more_than_a_report_has_room_for_are_refused(network_mode):
@@ -311,4 +347,4 @@ def test_semi_auto_parallel_says_that_it_reports_none():
     )
     loss_cell = GradAccumulation(Losses(), 2, losses="first")
     with pytest.warns(UserWarning, match=whole(text)):
-        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
+        check_step(SemiAuto(None), loss_cell, sgd(loss_cell))

@@ -170,7 +170,7 @@ def test_losses_beside_the_pair_are_refused_and_left_out_on_demand(form, count, 
             "sum",
             True,
             ValueError,
-            "must be None or 'first' with weighted=True, but got 'sum'. A sum needs ",
+            "must be None, 'first' or names with weighted=True, but got 'sum'. A sum needs ",
         ),
     ],
 )

@@ -116,11 +116,11 @@ OBJECTS = {
 
 
 def state_of(item):
-    return item.numbers() if isinstance(item, NoLossScale) else item.state_dict()
+    return (item.chooser_state if isinstance(item, NoLossScale) else item).state_dict()
 
 
 def load(item, saved):
-    return item.load_numbers(saved) if isinstance(item, NoLossScale) else item.load_state_dict(saved)
+    (item.chooser_state if isinstance(item, NoLossScale) else item).load_state_dict(saved)
 
 
 def damaged(saved):
@@ -195,10 +195,10 @@ def test_more_batches_than_a_buffer_counts_are_refused():
 
 
 def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
-    scale = NoLossScale()
-    scale.load_numbers(scale.numbers())
+    scale = NoLossScale().chooser_state
+    scale.load_state_dict(scale.state_dict())
     with pytest.raises(DamagedState, match="another network, optimizer or setting: it has the loss scale of a user's"):
-        scale.load_numbers(ForeignLossScale(OwnScale()).numbers())
+        scale.load_state_dict(ForeignLossScale(OwnScale()).chooser_state.state_dict())
 
 
 def test_parameters_inside_an_object_are_changed_in_place():

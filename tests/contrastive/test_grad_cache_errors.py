@@ -15,6 +15,7 @@ from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, b
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
 from ms_gradaccum.contrastive.cache_pass import CachePass, random_cells
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -95,7 +96,7 @@ REFUSED = {
 def test_it_is_refused_when_it_is_built(name, monkeypatch):
     build, error, sentence = REFUSED[name]
     # Of the optimizer's parameters, that of another network.
-    monkeypatch.setattr("ms_gradaccum.training.train_step.check_optimizer", lambda *_: None)
+    monkeypatch.setattr("ms_gradaccum.loops.train_step.check_optimizer", lambda *_: None)
     with raises(error, sentence):
         build()
 
@@ -110,7 +111,7 @@ def test_a_step_inside_a_larger_graph_is_refused(monkeypatch):
 
 
 def test_the_compilers_own_parallelism_is_refused(monkeypatch):
-    monkeypatch.setattr("ms_gradaccum.parallel.semi_auto._check_settings", lambda *_: None)
+    monkeypatch.setattr("ms_gradaccum.static_graph.settings._check_context", lambda *_: None)
     kind = SemiAuto(AutoParallel(Tower()))
     sentence = (
         "For 'GradAccumulation', the argument 'network' must be a sum over rows in semi-auto-parallel, but got a "
@@ -118,7 +119,7 @@ def test_the_compilers_own_parallelism_is_refused(monkeypatch):
         "AutoParallel."
     )
     with raises(ValueError, sentence):
-        kind.check(GradAccumulation(network := cell(), 2), sgd(network))
+        check_step(kind, GradAccumulation(network := cell(), 2), sgd(network))
 
 
 def test_inputs_that_are_labels_alone_are_refused():

@@ -83,6 +83,6 @@ results = {name: train("first", compile=True, check_loss=False, **KINDS[name]) f
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"
 results |= {name: train("first", **settings) for name, settings in KINDS.items() if name not in COMPILED}
-for losses in ("first", None):
-    results[f"messages {losses}"] = train(losses, True)["sent"]
+for name, losses in (("first", "first"), ("names", ("size", "label")), ("none", None)):
+    results[f"messages {name}"] = train(losses, True)["sent"]
 report(rank, results)

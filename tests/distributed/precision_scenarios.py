@@ -83,7 +83,7 @@ def trained_by_group(rank, size, **settings):
     if size == 1:
         return found
     layout = step.body.reducer.layout
-    return found | {"dtypes": [str(bucket.dtype) for bucket in (*layout.kept, *layout.sharded)]}
+    return found | {"dtypes": [str(bucket.dtype) for bucket in (*layout.replicated, *layout.sharded)]}
 
 
 def eager_trainings(rank, size):

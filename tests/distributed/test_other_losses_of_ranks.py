@@ -38,7 +38,9 @@ def test_they_are_means_over_the_rows_of_all_ranks(name, two, eager):
 
 def test_they_travel_with_the_loss_and_take_no_message_of_their_own(two):
     for report in two:
-        with_them, without = report["messages first"], report["messages None"]
-        assert len(with_them) == len(without)
-        # A sum and a weight for each of 64.
-        assert np.subtract(with_them, without).tolist().count(128) == 1 and sum(with_them) - sum(without) == 128
+        # A sum and a weight for each of 64, or for each name.
+        for name, numbers in (("first", 128), ("names", 4)):
+            with_them, without = report[f"messages {name}"], report["messages none"]
+            assert len(with_them) == len(without)
+            assert np.subtract(with_them, without).tolist().count(numbers) == 1
+            assert sum(with_them) - sum(without) == numbers

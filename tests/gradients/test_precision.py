@@ -12,8 +12,8 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.backend import device
-from ms_gradaccum.gradients import mixed_precision
+from ms_gradaccum.backend import probes
+from ms_gradaccum.gradients import mixed_precision, network_precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
 
@@ -98,7 +98,7 @@ def test_the_loss_is_computed_in_float32(level, eager):
 
 @pytest.mark.parametrize("level, dense, norm", [("O1", True, False), ("O2", True, False), ("O3", True, True)])
 def test_the_levels_convert_what_mindspores_do(level, dense, norm):
-    backbone = mixed_precision._converted("Model", Network(), mixed_precision.check_precision("Model", level))
+    backbone = network_precision._converted("Model", Network(), mixed_precision.check_precision("Model", level))
     x = Tensor(X).astype(ms.float16) if level != "O1" else Tensor(X)
     assert (backbone.dense(x).dtype == ms.float16) == (level != "O1" and dense)
     flags = [cell.get_flags() for _, cell in backbone.cells_and_names() if isinstance(cell, nn.LayerNorm)]
@@ -267,9 +267,9 @@ def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
     add, get_context = Tensor.__add__, ms.get_context
     on_ascend = {"device_target": "Ascend"}
     monkeypatch.setattr(ms, "get_context", lambda name: on_ascend.get(name) or get_context(name))
-    assert not device.clamps_overflow()
+    assert not probes.clamps_overflow()
     monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(clamped(add(a, b).asnumpy())))
-    assert device.clamps_overflow()
+    assert probes.clamps_overflow()
     text = (
         "For 'Model', the argument 'mixed_precision' must be one without a search for Inf on a device that has none, "
         "but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and "

@@ -46,9 +46,9 @@ def message_of(bucket):
 )
 def test_each_tensor_comes_back_to_its_place(shapes, mode):
     sent, targets = parameters_of(shapes), [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
-    kept = layout_of(None, sent, ONE, ()).kept
-    messages = tuple(message_of(bucket) for bucket in in_buckets(sent, kept))
-    PutTogetherAndCut(kept, targets)(messages)
+    replicated = layout_of(None, sent, ONE, ()).replicated
+    messages = tuple(message_of(bucket) for bucket in in_buckets(sent, replicated))
+    PutTogetherAndCut(replicated, targets)(messages)
     for item, target in zip(sent, targets):
         np.testing.assert_array_equal(target.asnumpy(), item.asnumpy())
 
@@ -57,9 +57,9 @@ def test_each_tensor_comes_back_to_its_place(shapes, mode):
 def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
-        kept = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).kept
-    assert sorted(i for bucket in kept for i in bucket.indices) == list(range(len(sizes)))
-    for bucket, _, cuts, end in kept:
+        replicated = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).replicated
+    assert sorted(i for bucket in replicated for i in bucket.indices) == list(range(len(sizes)))
+    for bucket, _, cuts, end in replicated:
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
         assert end == begins[-1] and (end <= limit or len(bucket) == 1)
         # NumPy cuts the message where the tensors begin, as the runs do.
@@ -74,14 +74,14 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
 def test_a_message_has_gradients_of_one_dtype_and_float32_goes_first_with_the_scalars():
     tensors, half = parameters_of([(2, 3), (3,), (3, 3), (3,)]), ms.float16
     dtypes = (half, ms.float32, half, ms.float32)
-    kept = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).kept
-    assert [(*each[:2], each.elements * each.itemsize) for each in kept] == [
+    replicated = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).replicated
+    assert [(*each[:2], each.elements * each.itemsize) for each in replicated] == [
         ((4, 5, 3, 1), ms.float32, 4 * 8),
         ((0, 2), half, 2 * 15),
     ]
-    assert [each.dtype for each in layout_of(None, tensors, ONE, (1, 1), (half,) * 4).kept] == [ms.float32, half]
+    assert [each.dtype for each in layout_of(None, tensors, ONE, (1, 1), (half,) * 4).replicated] == [ms.float32, half]
     layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes)
-    assert [[each.dtype for each in buckets] for buckets in (layout.sharded, layout.kept)] == [
+    assert [[each.dtype for each in buckets] for buckets in (layout.sharded, layout.replicated)] == [
         [half],
         [ms.float32, half],
     ]
@@ -91,9 +91,9 @@ def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
     layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1))
-    (sharded,), (kept,) = layout.sharded, layout.kept
-    assert sharded.indices == (3, 1, 2, 0) and kept.indices == (5, 6, 4)
-    assert sharded.cuts == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
+    (sharded,), (replicated,) = layout.sharded, layout.replicated
+    assert sharded.indices == (3, 1, 2, 0) and replicated.indices == (5, 6, 4)
+    assert sharded.runs == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
 
 
 class Parts(nn.Cell):

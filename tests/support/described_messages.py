@@ -52,7 +52,7 @@ def all_gather(group, nbytes):
 def described(layout, num_norm_reductions=1):
     """Return the messages of a window that makes ``num_norm_reductions`` passes over the gradients for norms."""
     reduced = ()
-    for bucket in layout.kept:
+    for bucket in layout.replicated:
         reduced += all_reduce(layout.world, bucket.elements, bucket.itemsize)
     squares = num_norm_reductions * all_reduce(layout.world, len(layout.shapes))
     if layout.shares:

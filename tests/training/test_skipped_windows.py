@@ -1,12 +1,10 @@
 """A window that makes no update says so once, with the name of a parameter, whoever listens."""
 
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from refusal import raises
 from step_probe import number
 
 from ms_gradaccum import (
@@ -17,8 +15,6 @@ from ms_gradaccum import (
     MixedPrecision,
     TrainOneStepCell,
 )
-from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.partitioned_step import PartitionedStep
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -125,31 +121,3 @@ def test_a_window_that_weighs_nothing_is_none_of_them():
     network = build()
     loss_cell = GradAccumulation(NoWeight(network), 2, weighted=True)
     assert train(TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1)), 0.0) == []
-
-
-def partitioned(*updates):
-    """Run a partitioned step, whose graph needs devices, with graphs that update or meet an Inf."""
-    network = SimpleNamespace(positional=lambda args, kwargs: args)
-    step = SimpleNamespace(events=Events("TrainOneStepCell"), network=network, skipped=[], is_unmeasured=False)
-    step.progress = SimpleNamespace(may_leave_out=False)
-    for updated in updates:
-        nothing = Tensor(0.0)
-        items = (nothing, Tensor(not updated), nothing, Tensor(updated), nothing, nothing, nothing, nothing)
-        PartitionedStep.run(step, (), {}, lambda items=items: items)
-    return step
-
-
-def test_a_partitioned_training_without_updates_ends():
-    with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
-        partitioned(*[False] * 100)
-    # One update among them, and 99 without one after it.
-    assert len(partitioned(*[False] * 50, True, *[False] * 99).skipped) == 50
-
-
-def test_a_partitioned_step_refuses_to_join():
-    sentence = (
-        "For 'TrainOneStepCell', each device must have as many batches as the others in semi-auto-parallel, but got a "
-        "join() in place of one. Give all devices data of one length, or leave the last batches out."
-    )
-    with raises(RuntimeError, sentence):
-        PartitionedStep.join(partitioned())

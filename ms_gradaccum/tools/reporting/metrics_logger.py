@@ -12,11 +12,11 @@ from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import check_path, require, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
 from ms_gradaccum.training.events import StepEvent, check_told
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "MetricsLogger"
 

@@ -14,10 +14,10 @@ from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.network_trainer import only_of
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.partitioned_step import Step
+from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.train_step import TrainOneStepCell
 from ms_gradaccum.training.window import Window
 
 
@@ -41,6 +41,7 @@ class StepReport:
     loss_scale: float
     weight: float
     other_losses: tuple[float, ...] | None = None
+    loss_names: tuple[str, ...] = ()
     batches: int | None = None
     micro_batches: int | None = None
     rows_per_second: float | None = None
@@ -50,7 +51,9 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return the known items as single numbers, by name; of several learning rates the smallest and the largest."""
         items = {field.name: getattr(self, field.name) for field in fields(self)}
-        items |= {f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses") or (), 1)}
+        others = items.pop("other_losses") or ()
+        names = items.pop("loss_names") or range(1, len(others) + 1)
+        items |= {f"other_loss_{name}": loss for name, loss in zip(names, others)}
         if isinstance(rates := items["learning_rate"], tuple):
             items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
         known = {name: value for name, value in items.items() if value is not None}
@@ -158,9 +161,11 @@ class StepReporter(FrozenAfterInit):
             items.update(batches=events.batches, micro_batches=events.micro_batches or None)
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
-        others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        items["other_losses"] = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        if window is not None:
+            items["loss_names"] = window.network.loss_names
         self._since, self._weight = time.perf_counter(), 0.0
-        return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
+        return StepReport(update=update, skipped_updates=self._skipped_updates, **items)
 
     def restart(self) -> None:
         """Exclude the time until now from the next rate, for example an evaluation."""

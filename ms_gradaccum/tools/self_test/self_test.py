@@ -13,6 +13,7 @@ from mindspore.communication import get_rank, init
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.device import DEVICES, can_partition, is_host, this_device
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
@@ -37,8 +38,8 @@ def self_test(
 
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
-    device = ms.get_context("device_target") if device is None else device
-    check_choice(_OWNER, "device", device, ("CPU", "GPU", "Ascend"), "By default MindSpore chooses it.")
+    device = this_device() if device is None else device
+    check_choice(_OWNER, "device", device, DEVICES, "By default MindSpore chooses it.")
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
     start, results = time.monotonic(), []
@@ -68,9 +69,9 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
     devices = facts.get("devices", cell.size)
     if cell.workers == 1 and cell.parallel != ALONE:
         return _result("skipped", "it takes several processes")
-    if cell.device != "CPU" and devices < cell.size:
+    if not is_host(cell.device) and devices < cell.size:
         return _result("skipped", f"{cell.size} processes take as many devices, and there are {devices}")
-    if cell.partitioned and cell.device == "CPU":
+    if cell.partitioned and not can_partition(cell.device):
         return _result("skipped", "CPU has no semi-auto-parallel")
     task = {"cell": asdict(cell), "describes": "devices" not in facts}
     with Job(cell.size, f"{__name__}:try_cell", task) as job:
@@ -90,7 +91,7 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
 def try_cell(meeting: Meeting, cell: dict[str, Any], describes: bool) -> dict[str, Any]:
     """Run a cell in one of its processes, and return its outcome."""
     here = Cell(**cell)
-    if here.device != ms.get_context("device_target"):
+    if here.device != this_device():
         ms.set_device(here.device)
     if here.size > 1:
         init()

@@ -10,10 +10,12 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.device import product_dtype
+from ms_gradaccum.backend.tolerances import TOLERANCES
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, ParallelChoice
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, Values, compare, train_whole, values_of, worst
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 ALONE = "one process"
 _KINDS: dict[str, ParallelChoice] = {
@@ -21,11 +23,9 @@ _KINDS: dict[str, ParallelChoice] = {
     "HSDP level1": HSDP(threshold=0),
     "HSDP level2": HSDP(threshold=0, optimizer_level="level2"),
 }
-_FLOAT32 = 2.0**-24
+_FLOAT32 = TOLERANCES[ms.float32].rounding
 _MICRO_SIZE, _RATE, _MOMENTUM = 3, 0.1, 0.9
 _DEVIATIONS = 4.0
-_ROUNDING = {ms.float32: _FLOAT32, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
-_MATRIX_UNIT = {"CPU": _FLOAT32, "GPU": 2.0**-11, "Ascend": 2.0**-11}
 _INPUTS, _HIDDEN, _OUTPUTS = 12, 32, 4
 # The number of consecutive roundings in the forward and the backward pass of the MLP.
 _ROUNDINGS = 10
@@ -168,5 +168,5 @@ class Training:
 
 def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:
     """Return the largest relative difference that rounding explains."""
-    of_layers = max(_ROUNDING[dtype], _MATRIX_UNIT[device])
+    of_layers = max(TOLERANCES[each].rounding for each in (dtype, product_dtype(device)))
     return _DEVIATIONS * (math.sqrt(terms) * _FLOAT32 + math.sqrt(roundings) * of_layers)

@@ -10,8 +10,9 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.backend.device import multiply
+from ms_gradaccum.backend.device import has_data_sink
 from ms_gradaccum.backend.mindspore_private import load_tensor_by_layout
+from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
@@ -93,7 +94,7 @@ def resume_other(cell: Cell) -> Found:
 def one_graph(cell: Cell) -> Found:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
-    if cell.device == "CPU":
+    if not has_data_sink(cell.device):
         graph = ms.jit(training.step)
         for number in (0, 1):
             training.note(graph(*cell.share(training.batch(number, cell.rows))))

@@ -15,7 +15,7 @@ from ms_gradaccum.backend.snapshot import STATISTICS, Array, Snapshot, as_array,
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
-from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
+from ms_gradaccum.gradients.network_precision import computes_in_16_bits
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events

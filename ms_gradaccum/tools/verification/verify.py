@@ -11,6 +11,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import first_line, require
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
+from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
@@ -19,7 +20,6 @@ from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, 
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
 
 _OWNER = "verify"
-_RTOL, _RTOL_16_BIT = 1e-4, 2e-2
 _DIFFERS = (
     "A graph keeps what Python decided in construct when it was compiled (counters, time, draws of random and NumPy), "
     "does not call HookBackward, and does not change a tensor under its other names (o *= 2). Write this with "
@@ -108,7 +108,7 @@ def verify(
     inputs = grad_accumulation.positional(*as_call(_OWNER, batch))
     grad_accumulation.bind(inputs, {})
     start = Start(grad_accumulation.network, reference)
-    rtol = rtol or (_RTOL_16_BIT if start.is_16_bit else _RTOL)
+    rtol = rtol or TOLERANCES[ms.float16 if start.is_16_bit else ms.float32].tensors
     try:
         experiment = Experiment(grad_accumulation, inputs, reference, start)
         report = _report(experiment, rtol)

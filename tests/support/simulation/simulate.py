@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from ms_gradaccum.batch.arguments import Batch
 from ms_gradaccum.loops.model import Model
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
-from ms_gradaccum.training.train_step import TrainOneStepCell
 from simulation.cuda_stubs import stand_ins
 from simulation.report import Simulation, simulation_of
 

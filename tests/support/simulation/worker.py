@@ -18,13 +18,13 @@ from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
 from ms_gradaccum.loops.model import Model
+from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, LossOnly, Values, compare, train_whole
-from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.step_output import OutputFields
-from ms_gradaccum.training.train_step import TrainOneStepCell
 from simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
 from simulation.partition import connect, messages_of, partition, tensor_bytes
 from simulation.report import Program
@@ -78,13 +78,13 @@ def step_of(model: Model) -> nn.Cell:
     """Return the step of a Model, with the modes and settings that the Model sets before training."""
     step = model._train_network.set_train()
     if isinstance(model._network, AutoParallel) and isinstance(step.body, PartitionedStep):
-        step.body.semi_auto = SemiAuto(model._network)
+        step.body.kind = SemiAuto(model._network)
     return step
 
 
 def _pieces(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> list[Any]:
     """Return a piece of each input with the size of one device's part in the dataset strategy."""
-    settings = step.body.semi_auto.auto_parallel
+    settings = step.body.kind.auto_parallel
     context = auto_parallel_context()
     strategy = context.get_dataset_strategy() if settings is None else settings._dataset_strategy_config
     count, rows = sum(isinstance(item, Tensor) for item in batch), 1 if strategy == "full_batch" else size

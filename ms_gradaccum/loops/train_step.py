@@ -15,12 +15,12 @@ from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind
-from ms_gradaccum.parallel.reducer import gather_when_saved, whole_parameters
-from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
+from ms_gradaccum.parallel.semi_auto import SemiAuto, refuse_partition
+from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
-from ms_gradaccum.training.partitioned_step import PartitionedStep, Step
 from ms_gradaccum.training.settings import (
     STEP_REMEDY,
     StepOptions,
@@ -28,6 +28,7 @@ from ms_gradaccum.training.settings import (
     check_stock_arguments,
     takes_options,
 )
+from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
@@ -131,7 +132,7 @@ class HostDrivenStep(Step):
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
-        check_compiling(False)
+        refuse_partition()
         _look_in_graph(self.number)
         parts = self.network.split_in_graph(inputs)
         batch_rows = Tensor(0.0, ms.float32)

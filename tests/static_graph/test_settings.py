@@ -1,15 +1,16 @@
 """Semi-auto-parallel: what is said of networks that it trains otherwise, and of messages."""
 
-from types import SimpleNamespace
-
 import mindspore as ms
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn, ops
 
 from ms_gradaccum import GradAccumulation
-from ms_gradaccum.parallel import semi_auto
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph import settings
+from ms_gradaccum.static_graph.settings import check_step
+
+IN_CONTEXT = SemiAuto(None)
 
 
 class Rounded(nn.Cell):
@@ -27,22 +28,20 @@ class Rounded(nn.Cell):
 def test_semi_auto_parallel_warns_of_what_need_not_be_linear():
     loss_cell = GradAccumulation(Rounded(), 2)
     with pytest.warns(UserWarning, match="does in the backward pass .* must be linear in the gradient in semi-auto"):
-        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
+        check_step(IN_CONTEXT, loss_cell, sgd(loss_cell))
 
 
 def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
-    SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float32})
+    check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float32})
     with pytest.raises(ValueError, match="one of float32 messages in semi-auto-parallel, but got reduce_dtype={"):
-        SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float16})
+        check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float16})
 
 
 @pytest.mark.parametrize("device,waits,warns", [("GPU", False, 1), ("GPU", True, 0), ("Ascend", False, 0)])
 def test_on_a_gpu_messages_that_do_not_wait_are_named(device, waits, warns, monkeypatch, recwarn):
-    context = SimpleNamespace(**{**vars(ms), "get_context": lambda name: device})
-    monkeypatch.setattr(semi_auto, "ms", context)
-    runtime = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_launch_blocking=lambda: waits))
-    monkeypatch.setattr(semi_auto, "RuntimeConf", runtime)
+    monkeypatch.setattr(settings, "this_device", lambda: device)
+    monkeypatch.setattr(settings, "launches_block", lambda: waits)
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
-    SemiAuto(cell).check(cell, sgd(cell))
+    check_step(IN_CONTEXT, cell, sgd(cell))
     assert sum("Call mindspore.runtime.launch_blocking() first" in str(each.message) for each in recwarn) == warns

@@ -1,0 +1,57 @@
+"""The interface of a training step, whoever drives its windows."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from mindspore import Tensor, nn
+
+from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.batch.arguments import Args, Kwargs
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.step_output import StepOutput
+
+
+class Step(nn.Cell):
+    """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
+
+    accumulation_steps = 1
+    is_carried = False  # True if a Model leaves windows open at the end of its data.
+    has_claims = True  # False once a later step was built with the same optimizer.
+    is_unmeasured = False  # True until the loss was measured, if it should be.
+    reducers: Sequence[GradientReducer] = ()
+
+    def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner, self.network = settings.owner, network
+        self.events = Events(settings.owner)
+        self.loss_scale = settings.precision.loss_scale
+
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
+        """Return the compiled cells, each with its own mode and settings."""
+        return []
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Return a context for the compilation of the whole step as one graph."""
+        return nullcontext()
+
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+        """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
+        raise NotImplementedError
+
+    def join(self) -> StepOutput:
+        """Count a batch of the window without local data."""
+        raise NotImplementedError
+
+    def measure_loss(self, batch: tuple[object, ...]) -> None:
+        """Measure the loss of a batch that a larger graph will train."""
+
+    def open_batches(self) -> int:
+        return 0
+
+    def flush(self) -> StepOutput | None:
+        return None
+
+    def drop(self) -> int:
+        return 0

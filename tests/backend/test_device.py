@@ -1,0 +1,32 @@
+"""Facts about devices: of the device that cells are built for, and of the one that runs operators."""
+
+from mindspore import Tensor
+
+from ms_gradaccum.backend import device
+
+
+def test_a_cell_is_built_for_a_device_while_operators_run_on_another_one():
+    here = device.this_device()
+    other = "GPU" if here != "GPU" else "Ascend"
+    assert device.runs_here() and device.device_target() == here
+    with device.built_for(other):
+        assert not device.runs_here() and device.device_target() == other and device.this_device() == here
+        assert device.can_partition() and device.has_data_sink() and not device.graphs_can_raise()
+        assert device.is_host() == (here == "CPU") and device.sends_bfloat16() == (here != "CPU")
+    assert device.device_target() == here
+
+
+def test_a_device_that_is_named_is_asked_in_place_of_this_one():
+    assert [device.is_host(each) for each in device.DEVICES] == [True, False, False]
+    assert [device.can_partition(each) for each in device.DEVICES] == [False, True, True]
+    assert [device.has_data_sink(each) for each in device.DEVICES] == [False, True, True]
+    assert [device.reduces_in_order(each) for each in device.DEVICES] == [True, False, True]
+    with device.built_for("GPU"):
+        assert not device.can_partition("CPU") and device.is_host("CPU")
+
+
+def test_a_tensor_is_in_the_memory_of_the_host_if_the_device_is_the_host():
+    tensor = Tensor([1.0, 2.0])
+    view = tensor.asnumpy()
+    tensor[0] = 3.0
+    assert (view[0] == 3.0) == device.is_host()

@@ -1,0 +1,40 @@
+"""A partitioned step as far as it needs no devices: what it says after its graph."""
+
+from types import SimpleNamespace
+
+import pytest
+from mindspore import Tensor
+from refusal import raises
+
+from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
+from ms_gradaccum.training.events import Events
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def partitioned(*updates):
+    """Run a partitioned step, whose graph needs devices, with graphs that update or meet an Inf."""
+    network = SimpleNamespace(positional=lambda args, kwargs: args)
+    step = SimpleNamespace(events=Events("TrainOneStepCell"), network=network, last_flags=[], is_unmeasured=False)
+    step.progress = SimpleNamespace(may_leave_out=False)
+    for updated in updates:
+        nothing = Tensor(0.0)
+        items = (nothing, Tensor(not updated), nothing, Tensor(updated), nothing, nothing, nothing, nothing)
+        PartitionedStep.run(step, (), {}, lambda items=items: items)
+    return step
+
+
+def test_a_partitioned_training_without_updates_ends():
+    with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
+        partitioned(*[False] * 100)
+    # One update among them, and 99 without one after it.
+    assert len(partitioned(*[False] * 50, True, *[False] * 99).last_flags) == 50
+
+
+def test_a_partitioned_step_refuses_to_join():
+    sentence = (
+        "For 'TrainOneStepCell', each device must have as many batches as the others in semi-auto-parallel, but got a "
+        "join() in place of one. Give all devices data of one length, or leave the last batches out."
+    )
+    with raises(RuntimeError, sentence):
+        PartitionedStep.join(partitioned())
