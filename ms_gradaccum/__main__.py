@@ -26,14 +26,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, example: str) -> Callable[..., argparse.Action]:
-        raw, about = argparse.RawDescriptionHelpFormatter, f"{summary[0].upper()}{summary[1:]}."
-        epilog = f"example:\n  {_PROGRAM} {name} {example}".rstrip()
-        command = commands.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"example:\n  {_PROGRAM} {name} {example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         return command.add_argument
 
     option = add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2")
-    devices, workers = ("CPU", "GPU", "Ascend"), "processes of a job, 1 for no job; default: %(default)s"
-    option("--device", choices=devices, help="the kind of device; default: the one that MindSpore takes here")
+    device = "the kind of device; default: the one that MindSpore takes here"
+    option("--device", choices=("CPU", "GPU", "Ascend"), help=device)
+    workers = "processes of a job, 1 for no job; default: %(default)s"
     option("--workers", type=int, default=2, metavar="N", help=workers)
     option("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one case; default: %(default)g")
     option("--output", default=_FOUND, metavar="FILE", help="where to write JSON; default: %(default)s, here")
@@ -68,11 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_build(args.command.replace("micro-size", "find_micro_size"), args.build)
         return command(args, _import_uninterrupted(f"ms_gradaccum.tools.{module}"))
     except KeyboardInterrupt:
-        said, status = "it was interrupted, and its processes have ended.", 130
+        _print_error(args.command, "it was interrupted, and its processes have ended.")
+        return 130
     except _ERRORS as error:
-        said, status = str(error), 2
-    print(f"{_PROGRAM} {args.command}: {said}", file=sys.stderr)
-    return status
+        _print_error(args.command, error)
+        return 2
+
+
+def _print_error(command: str, error: object) -> None:
+    print(f"{_PROGRAM} {command}: {error}", file=sys.stderr)
 
 
 def _import_uninterrupted(module: str) -> ModuleType:
@@ -99,7 +108,7 @@ def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
     try:
         print(finder.find_micro_size(args.build, args.memory_limit, timeout=args.timeout, report=report))
     except MemoryError as error:
-        print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
+        _print_error("micro-size", error)
         return 1
     return 0
 

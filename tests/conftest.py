@@ -9,7 +9,8 @@ import mindspore as ms
 import pytest
 import quick_mindspore
 
-from ms_gradaccum.advice.loss_measurement import LossMeasurement  # noqa: E402
+from ms_gradaccum.advice import advisor  # noqa: E402
+from ms_gradaccum.training import window  # noqa: E402
 
 quick_mindspore.install()
 
@@ -20,8 +21,8 @@ LONGEST += ["test_loss_measurement", "test_frozen", "test_vision", "test_losses"
 LONGEST += ["test_sequences", "test_grad_cache_windows", "test_tutorial", "test_packaging", "test_generative"]
 
 
-# Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
-MEASURED_ONCE = {
+# Folders of small tests of numbers, of which advice would take most of the time, and what measures the loss in them.
+SILENT = {
     "backend",
     "batch",
     "checkpoint",
@@ -34,6 +35,13 @@ MEASURED_ONCE = {
 }
 MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
 MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "test_own_construct"}
+
+
+@functools.cache
+def is_about_warnings(file):
+    """Return whether a file has tests of what is warned of."""
+    text = Path(file).read_text()
+    return "warn" in text or "told" in text
 
 
 @functools.cache
@@ -97,17 +105,20 @@ def restored_mode():
         yield
 
 
+def silent_advisor(owner, network, *others):
+    """Return an Advisor for the arguments of one that speaks."""
+    return advisor.SilentAdvisor(owner, network)
+
+
 @pytest.fixture(autouse=True)
-def measured_once(request, monkeypatch):
-    """Have a loss measured at the first batch alone, and not at the 2nd, 4th ... again, where no test is about that."""
-    if request.path.parent.name in MEASURED_ONCE and request.path.stem not in MEASURED:
-        before_batch = LossMeasurement.before_batch
-
-        def once(self):
-            self.is_on &= self.batches < 1
-            before_batch(self)
-
-        monkeypatch.setattr(LossMeasurement, "before_batch", once)
+def advice(request, monkeypatch):
+    """Give trainings an Advisor that says nothing, or at least measures nothing, where no test is about that."""
+    if request.path.parent.name not in SILENT or request.path.stem in MEASURED:
+        return
+    if is_about_warnings(request.path):
+        monkeypatch.setattr(advisor, "measurement_of", lambda *_: None)
+    else:
+        monkeypatch.setattr(window, "Advisor", silent_advisor)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Rows of micro batches: joined with those of another one, or exchanged between two."""
+"""Rows of micro batches: some of them, or those of two together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mindspore as ms
@@ -10,8 +10,6 @@ from mindspore import Tensor
 from ms_gradaccum.backend.snapshot import Array, as_array
 from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
 from ms_gradaccum.batch.structure import SequenceOf
-
-_Combine = Callable[[int, Array, Array], Array]  # The axis of the rows, and the arrays of two micro batches.
 
 
 class RowsDiffer(ValueError):
@@ -36,42 +34,33 @@ class Rows(NamedTuple):
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others. What has no rows comes from the other ones."""
-        return self._combined(other, lambda axis, ours, theirs: np.concatenate([ours, theirs], axis))
-
-    def exchanged(self, other: "Rows") -> "Rows":
-        """Return the first half of these rows, followed by the second half of as many other ones."""
-        half = self.size // 2
-
-        def halves(axis: int, ours: Array, theirs: Array) -> Array:
-            places = range(self.size)
-            return np.concatenate([ours.take(places[:half], axis), theirs.take(places[half:], axis)], axis)
-
-        return self._combined(other, halves)._replace(size=self.size, weight=self.weight)
-
-    def take(self, places: Sequence[int]) -> "Rows":
-        """Return some of the rows."""
-        return self._combined(self, lambda axis, ours, _: ours.take(places, axis))._replace(
-            size=len(places), weight=self.weight * len(places) / self.size
-        )
-
-    def _combined(self, other: "Rows", combine: "_Combine") -> "Rows":
-        if len(self.tensors) != len(other.tensors) or self.axes != other.axes:
+        if self.axes != other.axes:
             raise RowsDiffer
         tensors = []
         for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
             if axis is None:
                 tensors.append(theirs)
-            elif _other_lengths(ours, axis) != _other_lengths(theirs, axis):
-                raise RowsDiffer(f"{tuple(ours.shape)} and {tuple(theirs.shape)}")
-            else:
-                tensors.append(_tensor(combine(axis, as_array(ours), as_array(theirs)), ours.dtype))
+                continue
+            try:
+                both = np.concatenate([as_array(ours), as_array(theirs)], axis)
+            except ValueError:
+                raise RowsDiffer(f"{tuple(ours.shape)} and {tuple(theirs.shape)}") from None
+            tensors.append(_tensor(both, ours.dtype))
         return Rows(other.structure, tuple(tensors), self.axes, self.size + other.size, self.weight + other.weight)
 
+    def take(self, places: Sequence[int]) -> "Rows":
+        """Return some of the rows."""
+        tensors = []
+        for each, axis in zip(self.tensors, self.axes):
+            tensors.append(each if axis is None else _tensor(as_array(each).take(places, axis), each.dtype))
+        share = len(places) / self.size
+        return self._replace(tensors=tuple(tensors), size=len(places), weight=self.weight * share)
 
-def _other_lengths(tensor: Tensor, axis: int) -> list[int]:
-    lengths = list(tensor.shape)
-    del lengths[axis]
-    return lengths
+    def exchanged(self, other: "Rows") -> "Rows":
+        """Return the first half of these rows, followed by the second half of as many other ones."""
+        places = range(self.size)
+        half = self.size // 2
+        return self.take(places[:half]).joined(other.take(places[half:]))
 
 
 def _tensor(array: Array, dtype: ms.Type) -> Tensor:

@@ -15,15 +15,19 @@ _Steps = list[Callable[[], None]]  # Assignments to make after all checks.
 _PLAIN = (bool, int, float, str)
 
 
-def take(item: object) -> State:
-    """Return the attributes of ``item`` that are numbers, strings, parameters, schedulers or lists of these."""
-    return {name: _as_json(value) for name, value in vars(item).items() if _is_state(value)}
+class PlainState:
+    """The attributes of a foreign object that are numbers, strings, parameters, schedulers or lists of these."""
 
+    def __init__(self, item: object) -> None:
+        self.item = item
 
-def put(item: object, saved: object) -> None:
-    """Set the attributes of ``item`` that `take` has returned. Raise, without any change, if they do not match."""
-    for step in _plan(item, saved, type(item).__name__):
-        step()
+    def state_dict(self) -> State:
+        return {name: _as_json(value) for name, value in vars(self.item).items() if _is_state(value)}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Set the attributes. Raise, without any change, if they do not match."""
+        for step in _plan(self.item, saved, type(self.item).__name__):
+            step()
 
 
 def take_settings(group: Mapping[str, Any]) -> State:
@@ -52,7 +56,7 @@ def _as_json(value: object) -> Any:
     if isinstance(value, Parameter):
         return value.asnumpy().tolist()
     if isinstance(value, LRScheduler):
-        return take(value)
+        return PlainState(value).state_dict()
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -20,8 +20,6 @@ from ms_gradaccum.backend.tensors import Array as Array
 
 # The name of the module is that of a function, too.
 _SEEDS: Any = sys.modules["mindspore.common.seed"]
-# In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
-STATISTICS = "use_batch_statistics"
 # Attributes of every cell, and the marker for an attribute that did not exist.
 _OF_CELLS, _MISSING = vars(nn.Cell()).keys(), object()
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -41,22 +39,22 @@ class SnapshotTensors:
 
     def changed(self) -> list[int]:
         """Return the indices of the tensors that have changed."""
-        return [i for i in range(len(self.tensors)) if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
+        return [i for i, each in enumerate(self.tensors) if _fingerprint(as_array(each)) != self.marks[i]]
 
     def put_back(self) -> None:
         """Restore the values of all tensors. Raise if a changed tensor has no copy."""
         lost = []
         for i in self.changed():
             if i in self.values:
-                self.assign(i, self.values[i])
+                self.put_back_one(i)
             else:
                 lost.append(repr(getattr(self.tensors[i], "name", "a tensor")))
         if lost:
             raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
 
-    def assign(self, place: int, value: Array) -> None:
-        """Give the tensor with this index a value."""
-        assign_in_place(self.tensors[place], Tensor(value, self.tensors[place].dtype))
+    def put_back_one(self, i: int) -> None:
+        """Restore a tensor that has a copy."""
+        assign_in_place(self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype))
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:
@@ -86,53 +84,45 @@ class Snapshot:
     """
 
     def __init__(self, *networks: nn.Cell, copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        codes = [NetworkCode(network) for network in networks]
-        reached = [value for code in codes for value in code.reached]
+        self.codes = [NetworkCode(network) for network in networks]
+        reached = _unique(value for code in self.codes for value in code.reached)
         inside = [cell for network in networks for _, cell in network.cells_and_names()]
         self.cells = _unique([*inside, *(value for value in reached if is_a(value, nn.Cell))])
-        self.attributes = [dict(vars(cell)) for cell in self.cells]
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = [value for value in reached if is_a(value, Iterator)]
-        held = [value for each in self.attributes for value in (*each.values(), *each["_buffers"].values())]
-        dicts = {id(vars(cell)) for cell in self.cells}  # They are restored as attributes.
-        held = [value for value in _unique([*held, *reached]) if id(value) not in dicts]
-        self.contents = [(value, content) for value in held if (content := _content(value)) is not None]
-        # Containers of MindSpore's own, such as the graphs that a cell has compiled.
-        self.internal = {id(each[name]) for each in self.attributes for name in _OF_CELLS if name in each}
-        self.globals = [(names, name, names.get(name, _MISSING)) for code in codes for names, name in code.assigned]
-        tensors = [value for value in reached if is_a(value, Tensor)]
-        self.tensors = SnapshotTensors(
-            [*(each for network in networks for each in tensors_of(network)), *tensors], copied
-        )
+        # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
+        attributes = [vars(value) for value in [*self.cells, *reached] if _has_attributes(value)]
+        contents = [(holder, _content(holder)) for holder in _unique([*attributes, *reached])]
+        self.contents = [(holder, content) for holder, content in contents if content is not None]
+        self.globals = [
+            (names, name, names.get(name, _MISSING)) for code in self.codes for names, name in code.assigned
+        ]
+        tensors = [each for network in networks for each in tensors_of(network)]
+        tensors += [value for value in reached if is_a(value, Tensor)]
+        self.tensors = SnapshotTensors(tensors, copied)
         self.random = random_states()
         self.kernel_seeds = dict(_SEEDS._KERNEL_SEED)
         self.seed = ms.get_seed()
-
-    def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
-        """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
-        for outer in self.cells:
-            if any(word in kind.__name__ for kind in type(outer).__mro__ for word in words):
-                for _, cell in outer.cells_and_names():
-                    set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
     def leave_out_hooks(self) -> None:
         """Let passes call no forward hook."""
         for cell in self.cells:
             vars(cell).update(dict.fromkeys(_HOOKS))
 
-    def has_changed_objects(self) -> bool:
-        """Return whether attributes, containers or variables of the user have changed."""
-        contents = [each for each in self.contents if id(each[0]) not in self.internal]
-        has_written = any(names.get(name, _MISSING) is not value for names, name, value in self.globals)
-        return has_written or bool(self.changed_names()) or any(_differs(*each) for each in contents)
-
     def changed_names(self) -> list[str]:
-        """Return the names of the attributes of the user's cells that have changed."""
-        names: list[str] = []
-        for cell, before in zip(self.cells, self.attributes):
-            own = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS) if is_user(type(cell)) else []
-            changed = [name for name in own if vars(cell).get(name, _MISSING) is not before.get(name, _MISSING)]
-            names += [f"'{type(cell).__name__}.{name}'" for name in changed]
+        """Return the names of what has changed, apart from tensors: attributes, containers, variables of the user."""
+        cells = {id(vars(cell)): cell for cell in self.cells}
+        # Containers of MindSpore's own, such as the graphs that a cell has compiled.
+        internal = {id(value) for cell in self.cells for name, value in vars(cell).items() if name in _OF_CELLS}
+        names = [repr(name) for known, name, value in self.globals if known.get(name, _MISSING) is not value]
+        for holder, content in self.contents:
+            kind = type(cells.get(id(holder)))
+            if is_user(kind):
+                own = sorted((holder.keys() | content.keys()) - _OF_CELLS)
+                changed = [name for name in own if holder.get(name, _MISSING) is not content.get(name, _MISSING)]
+                names += [f"'{kind.__name__}.{name}'" for name in changed]
+            elif id(holder) not in cells.keys() | internal and _differs(holder, content):
+                names.append("an object")
         return names
 
     def put_back_random(self, seed: int | None = None) -> None:
@@ -141,9 +131,9 @@ class Snapshot:
         _SEEDS._KERNEL_SEED = dict(self.kernel_seeds)
         # Without a seed MindSpore's kernels choose one.
         _SEEDS._GLOBAL_SEED = self.seed if seed is None else (self.seed or 1) + seed
-        for value, content in self.contents:
-            if is_a(value, _GENERATORS):
-                _fill(value, content)
+        for holder, content in self.contents:
+            if is_a(holder, _GENERATORS):
+                _fill(holder, content)
         for _ in range(seed or 0):
             random.random()
             np.random.random()
@@ -156,17 +146,15 @@ class Snapshot:
 
     def put_back_objects(self) -> None:
         """Restore all but tensors and the generators of the libraries."""
-        for value, content in self.contents:
-            _fill(value, content)
+        for holder, content in self.contents:
+            _fill(holder, content)
         for names, name, value in self.globals:
             if value is _MISSING:
                 names.pop(name, None)
             else:
                 names[name] = value
-        for cell, attributes in zip(self.cells, self.attributes):
-            cell.add_flags(training=attributes["training"])
-            vars(cell).clear()
-            vars(cell).update(attributes)
+        for cell in self.cells:
+            cell.add_flags(training=vars(cell)["training"])
 
 
 def _unique(values: Iterable[Any]) -> list[Any]:
@@ -210,71 +198,56 @@ def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[Snapsho
         state.put_back()
 
 
-def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
-    """Set the mode of one cell and not of the cells inside, as ``set_train`` does."""
-    cell.phase = "train" if training else "predict"
-    cell.add_flags(training=training)
-    if STATISTICS in vars(cell):
-        setattr(cell, STATISTICS, statistics)
+def _has_attributes(value: Any) -> bool:
+    """Return whether a value is a cell or an object of a class of the user's."""
+    if is_a(value, nn.Cell):
+        return True
+    return is_user(type(value)) and not is_a(value, (type, Tensor)) and hasattr(value, "__dict__")
 
 
-def _content(value: Any) -> Any:
-    """Return a copy of what a container, a closure, an object or a generator holds; None for anything else."""
-    if is_a(value, (list, deque)):
-        return list(value)
-    if is_a(value, dict):
-        return dict(value)
-    if is_a(value, set):
-        return set(value)
-    if is_a(value, np.ndarray):
-        return value.copy() if value.nbytes <= _LARGE_ARRAY else None
-    if is_a(value, random.Random):
-        return value.getstate()
-    if is_a(value, np.random.Generator):
-        return value.bit_generator.state
-    if is_a(value, np.random.RandomState):
-        return value.get_state()
-    if is_a(value, CellType):
-        return [value.cell_contents] if _is_filled(value) else None
-    is_object = is_user(type(value)) and not is_a(value, (nn.Cell, type, Tensor)) and hasattr(value, "__dict__")
-    return dict(vars(value)) if is_object else None
+def _content(holder: Any) -> Any:
+    """Return a copy of what a container, a closure or a generator holds; None for anything else."""
+    if is_a(holder, (list, deque)):
+        return list(holder)
+    if is_a(holder, dict):
+        return dict(holder)
+    if is_a(holder, set):
+        return set(holder)
+    if is_a(holder, np.ndarray):
+        return holder.copy() if holder.nbytes <= _LARGE_ARRAY else None
+    if is_a(holder, random.Random):
+        return holder.getstate()
+    if is_a(holder, np.random.Generator):
+        return holder.bit_generator.state
+    if is_a(holder, np.random.RandomState):
+        return holder.get_state()
+    if is_a(holder, CellType) and _is_filled(holder):
+        return [holder.cell_contents]
+    return None
 
 
-def _fill(value: Any, content: Any) -> None:
-    """Restore what `_content` has returned, unless it is unchanged."""
-    if is_a(value, np.ndarray):
-        value[...] = content
-    elif is_a(value, random.Random):
-        value.setstate(content)
-    elif is_a(value, np.random.Generator):
-        value.bit_generator.state = content
-    elif is_a(value, np.random.RandomState):
-        value.set_state(content)
-    elif is_a(value, CellType):
-        value.cell_contents = content[0]
-    elif is_a(value, (list, deque, dict, set)):
-        _refill(value, content)
-    else:
-        _refill(vars(value), content)
+def _fill(holder: Any, content: Any) -> None:
+    """Restore what `_content` has returned. Containers that are unchanged are left alone."""
+    if is_a(holder, np.ndarray):
+        holder[...] = content
+    elif is_a(holder, random.Random):
+        holder.setstate(content)
+    elif is_a(holder, np.random.Generator):
+        holder.bit_generator.state = content
+    elif is_a(holder, np.random.RandomState):
+        holder.set_state(content)
+    elif is_a(holder, CellType):
+        holder.cell_contents = content[0]
+    elif _differs(holder, content):
+        holder.clear()
+        (holder.extend if is_a(holder, (list, deque)) else holder.update)(content)
 
 
-def _differs(value: Any, content: Any) -> bool:
-    now = _content(value)
-    if is_a(value, np.ndarray):
-        return not np.array_equal(now, content)
-    if is_a(value, _GENERATORS):
-        return False
-    return _identities(now) != _identities(content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    if _identities(container) == _identities(content):
-        return
-    container.clear()
-    if is_a(container, (list, deque)):
-        container.extend(content)
-    else:
-        container.update(content)
+def _differs(holder: Any, content: Any) -> bool:
+    """Return whether a container holds other objects. A generator goes on with each pass, which counts for nothing."""
+    if is_a(holder, np.ndarray):
+        return not np.array_equal(holder, content)
+    return not is_a(holder, _GENERATORS) and _identities(_content(holder)) != _identities(content)
 
 
 def _identities(container: Any) -> list[int]:

@@ -10,6 +10,13 @@ from ms_gradaccum.backend.mindspore_private import primexpr
 _LOGITS_OF_BLOCK = 2**23
 _LEAST_TOKENS = 256
 Block = tuple[int, int | None]
+_softmax = ops.Softmax(-1)
+_argmax = ops.ArgMaxWithValue(1)
+_add_bias = ops.BiasAdd()
+_add_elements = ops.TensorScatterElements(1, "add")
+_product = ops.MatMul()
+_product_of_transposed = ops.MatMul(transpose_a=True)
+_product_with_transposed = ops.MatMul(transpose_b=True)
 
 
 class BlockwiseCrossEntropy(nn.Cell):
@@ -38,13 +45,6 @@ class BlockwiseCrossEntropy(nn.Cell):
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.logit_softcap = logit_softcap
-        self.softmax = ops.Softmax(-1)
-        self.argmax = ops.ArgMaxWithValue(1)
-        self.add_bias = ops.BiasAdd()
-        self.add_elements = ops.TensorScatterElements(1, "add")
-        self.product = ops.MatMul()
-        self.product_of_transposed = ops.MatMul(transpose_a=True)
-        self.product_with_transposed = ops.MatMul(transpose_b=True)
 
     def construct(
         self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, token_weights: Tensor
@@ -59,22 +59,26 @@ class BlockwiseCrossEntropy(nn.Cell):
         log_sum_exps: tuple[Tensor, ...] = ()
         for begin, end in self.blocks(hidden, weight):
             # The blocks run one after the other, so that their logits do not exist at the same time.
-            logits = self.logits(ops.depend(rows(hidden, begin, end), total), head, bias)
-            places = rows(labels, begin, end).reshape(-1, 1)
-            # CPU's LogSoftmax would be off by 3e-6, which is much of a small loss.
-            place_of_peak, peak = self.argmax(logits)
-            share_of_peak = ops.gather_d(self.softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(-1)
-            log_of_share = ops.log(share_of_peak)
-            losses = peak - ops.gather_d(logits, 1, places).reshape(-1) - log_of_share
-            log_sum_exp = peak - log_of_share
-            if self.label_smoothing > 0:
-                of_all_classes = log_sum_exp - logits.mean(1)
-                losses = losses * (1 - self.label_smoothing) + of_all_classes * self.label_smoothing
-            if self.z_loss > 0:
-                losses = losses + ops.square(log_sum_exp) * self.z_loss
+            part = ops.depend(rows(hidden, begin, end), total)
+            losses, log_sum_exp = self.losses(self.logits(part, head, bias), column(labels, begin, end))
             total = total + (losses * rows(token_weights, begin, end)).sum()
             log_sum_exps += (log_sum_exp,)
         return total, joined(log_sum_exps)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the log-sum-exp of each token of a block."""
+        # CPU's LogSoftmax would be off by 3e-6, which is much of a small loss.
+        place_of_peak, peak = _argmax(logits)
+        share_of_peak = ops.gather_d(_softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(-1)
+        log_of_share = ops.log(share_of_peak)
+        log_sum_exp = peak - log_of_share
+        losses = peak - ops.gather_d(logits, 1, labels).reshape(-1) - log_of_share
+        if self.label_smoothing > 0:
+            of_all_classes = log_sum_exp - logits.mean(1)
+            losses = losses * (1 - self.label_smoothing) + of_all_classes * self.label_smoothing
+        if self.z_loss > 0:
+            losses = losses + ops.square(log_sum_exp) * self.z_loss
+        return losses, log_sum_exp
 
     def bprop(
         self,
@@ -98,16 +102,15 @@ class BlockwiseCrossEntropy(nn.Cell):
         for begin, end in self.blocks(hidden, weight):
             part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
             logits = self.logits(part, head, bias)
-            rates_of_block = rows(rates, begin, end).reshape(-1, 1)
-            places = rows(labels, begin, end).reshape(-1, 1)
-            grad = self.grad_of_logits(logits, places, rates_of_block, rows(factors, begin, end).reshape(-1, 1))
+            rate = column(rates, begin, end)
+            grad = self.grad_of_logits(logits, column(labels, begin, end), rate, column(factors, begin, end))
             if self.has_bias:
-                bias_grad = bias_grad + self.product_of_transposed(ops.ones_like(rates_of_block), grad).reshape(-1)
+                bias_grad = bias_grad + _product_of_transposed(ops.ones_like(rate), grad).reshape(-1)
+            grad = ops.cast(grad, hidden.dtype)
             if self.has_head:
-                grad = ops.cast(grad, hidden.dtype)
-                weight_grad = weight_grad + ops.cast(self.product_of_transposed(grad, part), ms.float32)
-                grad = self.product(grad, head)
-            hidden_grads += (ops.cast(grad, hidden.dtype),)
+                weight_grad = weight_grad + ops.cast(_product_of_transposed(grad, part), ms.float32)
+                grad = _product(grad, head)
+            hidden_grads += (grad,)
         return (
             joined(hidden_grads),
             ops.cast(weight_grad, weight.dtype),
@@ -116,39 +119,43 @@ class BlockwiseCrossEntropy(nn.Cell):
             ops.zeros_like(token_weights),
         )
 
-    def grad_of_logits(self, logits: Tensor, places: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
+    def grad_of_logits(self, logits: Tensor, labels: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
         spread = ops.BroadcastTo((-1, logits.shape[1]))
-        grad = self.softmax(logits) * spread(factors)
+        grad = _softmax(logits) * spread(factors)
         if self.label_smoothing > 0:
             grad = grad - spread(rates * (self.label_smoothing / logits.shape[1]))
-        grad = self.add_elements(grad, places, rates * (self.label_smoothing - 1))
+        grad = _add_elements(grad, labels, rates * (self.label_smoothing - 1))
         if self.logit_softcap is not None:
             grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))
         return grad
 
     def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         if self.has_head:
-            part = self.product_with_transposed(part, head)
+            part = _product_with_transposed(part, head)
         logits = ops.cast(part, ms.float32)
         if self.has_bias:
-            logits = self.add_bias(logits, ops.cast(bias, ms.float32))
+            logits = _add_bias(logits, ops.cast(bias, ms.float32))
         if self.logit_softcap is not None:
             logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
         return logits
 
     def blocks(self, hidden: Tensor, weight: Tensor) -> tuple[Block, ...]:
-        blocks: tuple[Block, ...] = ((0, None),)
         # The compiler knows the number of tokens, unless set_inputs() has left it open.
-        if F.isconstant(hidden.shape):
-            classes = weight.shape[0] if self.has_head else hidden.shape[1]
-            blocks = blocks_of(hidden.shape[0], classes, self.block_tokens)
+        if not F.isconstant(hidden.shape):
+            return ((0, None),)
+        classes = weight.shape[0] if self.has_head else hidden.shape[1]
+        blocks: tuple[Block, ...] = blocks_of(hidden.shape[0], classes, self.block_tokens)
         return blocks
 
 
 def rows(values: Tensor, begin: int, end: int | None) -> Tensor:
     """Return the rows of a block. The only block is the tensor itself, which a slice would copy."""
     return values if end is None else values[begin:end]
+
+
+def column(values: Tensor, begin: int, end: int | None) -> Tensor:
+    return rows(values, begin, end).reshape(-1, 1)
 
 
 def joined(parts: tuple[Tensor, ...]) -> Tensor:

@@ -124,22 +124,26 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
         if block_tokens is not None:
             check_positive_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
-        self.block_tokens = block_tokens
-        self.label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
-        if self.label_smoothing >= 1:
+        label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
+        if label_smoothing >= 1:
             raise ValueError(
                 f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing}. "
                 f"It is the share of the label that all classes have."
             )
-        self.z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")
-        self.logit_softcap = logit_softcap
+        z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")
         if logit_softcap is not None:
-            self.logit_softcap = check_positive_float32(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
+            logit_softcap = check_positive_float32(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
         self.token_weights = check_bool(_OWNER, "token_weights", token_weights, "True adds an input after the labels.")
         self.head_weight, self.head_bias = _parameters_of(head)
         self.product_dtype = _product_dtype_of(head)
-        options = (self.label_smoothing, self.z_loss, self.logit_softcap)
-        self.cross_entropy = BlockwiseCrossEntropy(head is not None, self.head_bias is not None, block_tokens, *options)
+        self.cross_entropy = BlockwiseCrossEntropy(
+            self.head_weight is not None,
+            self.head_bias is not None,
+            block_tokens,
+            label_smoothing,
+            z_loss,
+            logit_softcap,
+        )
         self._get_attr_from_cell(backbone)
         self._is_built = True
 
@@ -183,10 +187,10 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
             backbone,
             self.ignore_index,
             head,
-            self.block_tokens,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            logit_softcap=self.logit_softcap,
+            self.cross_entropy.block_tokens,
+            label_smoothing=self.cross_entropy.label_smoothing,
+            z_loss=self.cross_entropy.z_loss,
+            logit_softcap=self.cross_entropy.logit_softcap,
             token_weights=self.token_weights,
         )
         other.product_dtype = product_dtype

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list, require
+from ms_gradaccum._checks import State, another_program, check_path, check_saved_list
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.backend.snapshot import buffers_of
@@ -17,6 +17,8 @@ from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.step import Step
+from ms_gradaccum.training.window import Window
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."
@@ -50,7 +52,10 @@ class Held(NamedTuple):
     window: int | None  # Index of the window, for its sums, which differ per rank.
 
     def value(self) -> Array:
-        array: Array = (self.source if self.gather is None else self.gather(self.source)).asnumpy()
+        tensor = self.source
+        if self.gather is not None:
+            tensor = self.gather(tensor)
+        array: Array = tensor.asnumpy()
         return array
 
 
@@ -70,47 +75,59 @@ class Contents:
         self._seen: set[int] = set()
         for window in self.windows:
             window.reshard()
-        for i, window in enumerate(step.windows):
-            prefix = f"network{i}." if i else ""
-            for cell in (window.network, *window.optimizers):
-                cell.init_parameters_data()
-            self._hold(prefix, window.network.get_parameters())
-            buffers = buffers_of(window.network.network)
-            self.held |= {f"{prefix}buffer.{name}": Held(each, each, None, None) for name, each in buffers.items()}
-            for j, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
-                own = f"{prefix}optimizer{j}." if j else prefix
-                self._hold(own, all_parameters(optimizer), reducer)
-                if reducer is not None:
-                    self._hold(own, reducer.buffer.all_totals(), reducer, i)
-            self._hold(prefix, window.loss_scale.get_parameters())
+        for number, each in enumerate(step.windows):
+            self._hold_window(number, each)
         if hasattr(step, "ema_averages"):
             self._hold("", step.ema_averages.get_parameters())
+
+    def _hold_window(self, number: int, window: Window | Step) -> None:
+        prefix = f"network{number}." if number else ""
+        for cell in (window.network, *window.optimizers):
+            cell.init_parameters_data()
+        self._hold(prefix, window.network.get_parameters())
+        for name, buffer in buffers_of(window.network.network).items():
+            self.held[f"{prefix}buffer.{name}"] = Held(buffer, buffer, None, None)
+        for i, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
+            own = f"{prefix}optimizer{i}." if i else prefix
+            self._hold(own, all_parameters(optimizer), reducer)
+            if reducer is not None:
+                self._hold(own, reducer.buffer.all_totals(), reducer, number)
+        self._hold(prefix, window.loss_scale.get_parameters())
 
     def _hold(
         self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None
     ) -> None:
         """Add parameters by prefix and name. ``reducer`` may shard them; ``window`` is the index for sums."""
         for parameter in items:
-            target = parameter if reducer is None else reducer.saved(parameter)
+            target: Tensor | None = parameter
+            gather = None
+            if reducer is not None:
+                target = reducer.saved(parameter)
+                gather = reducer.gathers.get(parameter.name)
             if target is None or id(parameter) in self._seen:
                 continue
             self._seen.add(id(parameter))
             name = f"{prefix}{parameter.name}"
-            rule, remedy = "one whose parameters have names of their own", "Rename one: parameter.name = '...'."
-            require(name not in self.held, "save_state", "step", rule, f"two {name!r}", remedy)
-            gather = None if reducer is None else reducer.gathers.get(parameter.name)
+            if name in self.held:
+                raise ValueError(
+                    f"For 'save_state', the argument 'step' must be one whose parameters have names of their own, but "
+                    f"got two {name!r}. Rename one: parameter.name = '...'."
+                )
             self.held[name] = Held(target, parameter, gather, window)
 
     def state_dict(self) -> State:
         """Return the state of the step except tensors, as JSON."""
-        loop = {"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {}
-        windows = [window.state_dict() for window in self.windows]
-        return {"events": self.step.events.state_dict(), "windows": windows, **loop}
+        state: State = {"events": self.step.events.state_dict()}
+        state["windows"] = [window.state_dict() for window in self.windows]
+        if isinstance(self.step, Accumulator):
+            state["loop"] = self.step.window.state_dict()
+        return state
 
     def load_state_dict(self, saved: State) -> None:
         """Load the state except tensors. After an error, objects that come earlier are already changed."""
         if isinstance(self.step, Accumulator) != ("loop" in saved):
-            raise another_program(f"{'has' if 'loop' in saved else 'lacks'} the loop of an Accumulator")
+            verb = "has" if "loop" in saved else "lacks"
+            raise another_program(f"{verb} the loop of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
@@ -120,16 +137,22 @@ class Contents:
 
     def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
-        epoch = places[0].next_epoch if places else None
+        epoch = None
+        if places:
+            epoch = places[0].next_epoch
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 
 def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:
     """Return the training step of an argument `step`, and the folder of the states as a path."""
-    trained = step.train_network if isinstance(step, ms.Model) else step
+    trained = step
+    if isinstance(step, ms.Model):
+        trained = step.train_network
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
-        rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(trained).__name__
-        raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
+        raise TypeError(
+            f"For '{owner}', the argument 'step' must be a TrainOneStepCell, an Accumulator or a Model, but got "
+            f"{type(trained).__name__}. Give what trains, with its optimizer."
+        )
     if hasattr(trained, "ema_averages"):
         trained.ema_averages.check_weights(owner)
     if isinstance(trained, Accumulator):

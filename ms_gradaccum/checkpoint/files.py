@@ -21,11 +21,13 @@ from safetensors.numpy import save as to_bytes
 from ms_gradaccum._checks import DamagedState, State
 from ms_gradaccum.backend.tensors import Array
 
-FORMAT, VERSION = "ms_gradaccum", 2
+FORMAT = "ms_gradaccum"
+VERSION = 2
 MANIFEST = "manifest.json"
 # The largest file of several tensors, which a process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
-_STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
+_STATE = re.compile(r"state-(\d{6,})")
+_PARTIAL = ".partial-"
 LOCK = ".lock"
 # The time that a job which is ending may hold a folder that its successor wants. Unit: seconds.
 LINGERS = 60.0
@@ -58,8 +60,10 @@ def find_state(directory: str | Path) -> Path | None:
     folder = Path(directory).absolute()
     if number_of(folder) and folder.is_dir():
         return folder
-    states = states_in(folder) or [folder] * _is_ours(folder / MANIFEST)
-    return states[-1] if states else None
+    states = states_in(folder)
+    if states:
+        return states[-1]
+    return folder if _is_ours(folder / MANIFEST) else None
 
 
 def renamed_states(directory: str | Path) -> list[Path]:
@@ -146,7 +150,8 @@ def _in_chunks(tensors: Iterable[tuple[str, Array]]) -> Iterator[Arrays]:
     for name, value in tensors:
         if chunk and size + value.nbytes > CHUNK:
             yield chunk
-            chunk, size = {}, 0
+            chunk = {}
+            size = 0
         chunk[name] = np.asarray(value, order="C")
         size += value.nbytes
     if chunk:
@@ -212,7 +217,9 @@ def read_manifest(state: Path) -> State:
     is_whole = has_ranks and isinstance(files, dict) and isinstance(extra, dict)
     _check(is_whole, path, "lacks its files, its processes or its extra values")
     for name, facts in files.items():
-        kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
+        kinds = {}
+        if isinstance(facts, dict):
+            kinds = {key: type(value) for key, value in facts.items()}
         # A valid name cannot lead out of the folder.
         is_known = _FILE.fullmatch(name) is not None and kinds == {"size": int, "sha256": str}
         _check(is_known, path, f"lists the file {name!r} in a way that this version does not write")
@@ -226,7 +233,9 @@ def read_tensors(state: Path, files: Files, prefix: str) -> Arrays:
 
 
 def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:
-    data = b"" if path.is_symlink() else _read(path)
+    data = b""
+    if not path.is_symlink():
+        data = _read(path)
     _check(len(data) == facts["size"], path, f"has not the {facts['size']} bytes that were written")
     _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _CHANGED)
     try:

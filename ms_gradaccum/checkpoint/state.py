@@ -3,9 +3,10 @@
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, reduce
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +17,6 @@ from ms_gradaccum._checks import (
     State,
     all_or_nothing,
     another_program,
-    argument_error,
     check_positive_int,
     check_saved,
     check_saved_list,
@@ -28,17 +28,25 @@ from ms_gradaccum.backend.plain_state import Json, assign_in_place
 from ms_gradaccum.backend.snapshot import checked_random_states, put_random_states, random_states
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
-from ms_gradaccum.checkpoint.contents import KEPT, Contents, SavedState, check_arguments
+from ms_gradaccum.checkpoint.contents import KEPT, Contents, Held, SavedState, check_arguments
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 
-_SAVE, _LOAD = "save_state", "load_state"
-_SAVES, _LOADS = "saves a state", "loads a state"
-_Plan = list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
-# Values to assign once all ranks have accepted the state: tensors, random states, positions in the data, `extra`.
-_Found = tuple[_Plan, State, list[DataPosition], dict[str, Json]]
+_SAVE = "save_state"
+_LOAD = "load_state"
+_SAVES = "saves a state"
+_LOADS = "loads a state"
+
+
+class _Loaded(NamedTuple):
+    """The values to assign once all ranks have accepted the state."""
+
+    tensors: list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
+    random: State
+    places: list[DataPosition]
+    extra: dict[str, Json]
 
 
 def save_state(
@@ -101,22 +109,35 @@ def save_state(
     """
     trained, folder = check_arguments(_SAVE, step, directory)
     check_positive_int(_SAVE, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
-    try:
-        checked: dict[str, Json] = json.loads(json.dumps({} if extra is None else {**extra}))
-    except (TypeError, ValueError, RecursionError):
-        rule, remedy = "a dict of JSON values or None", "Keep numbers, strings, lists and dicts of them."
-        raise TypeError(argument_error(_SAVE, "extra", rule, typed(extra), remedy)) from None
+    checked = _checked_extra({} if extra is None else extra)
     contents = Contents(trained)
-    if isinstance(trained, Accumulator):
-        places = [dataset.place() for dataset in trained.datasets.values()]
-    else:
-        place = getattr(step, "data_place", None)  # A Model has one.
-        places = [] if place is None else [place]
+    places = _places_of(step, trained)
     numbers = {**contents.state_dict(), "random": random_states(), "data": [place.as_json() for place in places]}
     name = _save(contents, folder, numbers, checked)
     if current_world(_SAVE).rank == 0:
         files.keep_last(folder, keep_checkpoint_max)
     return contents.described(folder / name, places, checked)
+
+
+def _checked_extra(extra: Mapping[str, Json]) -> dict[str, Json]:
+    try:
+        checked: dict[str, Json] = json.loads(json.dumps({**extra}))
+    except (TypeError, ValueError, RecursionError):
+        raise TypeError(
+            f"For '{_SAVE}', the argument 'extra' must be a dict of JSON values or None, but got {typed(extra)}. Keep "
+            f"numbers, strings, lists and dicts of them."
+        ) from None
+    return checked
+
+
+def _places_of(step: object, trained: TrainOneStepCell | Accumulator) -> list[DataPosition]:
+    """Return the positions in the prepared datasets of an Accumulator, or in the dataset of a Model."""
+    if isinstance(trained, Accumulator):
+        return [dataset.place() for dataset in trained.datasets.values()]
+    place = getattr(step, "data_place", None)
+    if place is None:
+        return []
+    return [place]
 
 
 def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
@@ -126,17 +147,22 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
     try:
         partial, own_names = _begin(contents, directory, world)
         written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
-        found = {file: facts for each, _ in written for file, facts in each.items()}
-        ranks = [each for _, each in written]
-        manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": ranks}
-        name = exchange(_SAVES, lambda: files.commit(directory / partial, manifest) if world.rank == 0 else "")[0]
-        return str(name)
+        manifest: State = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": {}, "ranks": []}
+        for of_rank, its_numbers in written:
+            manifest["files"] |= of_rank
+            manifest["ranks"].append(its_numbers)
+        return str(_on_rank_0(world, _SAVES, lambda: files.commit(directory / partial, manifest)))
     except BaseException as error:
         if world.rank == 0:
             files.remove_partial(directory)
         if not isinstance(error, OSError):
             raise
         raise unwritable(directory, error) from error
+
+
+def _on_rank_0(world: World, doing: str, function: Callable[[], object]) -> Any:
+    """Call a function on rank 0, and return its result on all ranks. Collective."""
+    return exchange(doing, lambda: function() if world.rank == 0 else None)[0]
 
 
 def unwritable(directory: Path, error: OSError) -> OSError:
@@ -150,9 +176,8 @@ def unwritable(directory: Path, error: OSError) -> OSError:
 
 def claim_folder(doing: str, directory: Path) -> None:
     """Let no other job save into a folder. Collective."""
-    is_first = current_world(_SAVE).rank == 0
     try:
-        exchange(doing, lambda: files.claim(directory) if is_first else None)
+        _on_rank_0(current_world(_SAVE), doing, lambda: files.claim(directory))
     except OSError as error:
         raise unwritable(directory, error) from error
 
@@ -162,40 +187,53 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
     held = contents.held
     whole = [name for name, each in held.items() if not each.gather]
     sums = {name for name in whole if held[name].window is not None}
-    compared = [] if world.size == 1 or contents.is_partitioned else [name for name in whole if name not in sums]
+    compared: list[str] = []
+    if world.size > 1 and not contents.is_partitioned:
+        compared = [name for name in whole if name not in sums]
 
     def first_words() -> tuple[str, list[str]]:
         partial = files.begin(directory) if world.rank == 0 else ""
         return partial, [digest([held[name].source]) for name in compared]
 
     words = exchange(_SAVES, first_words)
-    digests = zip(*(each for _, each in words))
-    differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
+    partial, digests = words[0]
+    differing: set[str] = set()
+    for _, others in words:
+        differing |= {name for name, own, other in zip(compared, digests, others) if own != other}
     shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
-    differing_ranks = sorted(name for name in differing if id(held[name].source) in shared)
-    if differing_ranks:
-        raise RuntimeError(
-            f"For '{_SAVE}', the processes must have the same parameters, but got different ones of "
-            f"{differing_ranks[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
-        )
-    return words[0][0], set(held) if contents.is_partitioned else differing | sums
+    for name in sorted(differing):
+        if id(held[name].source) in shared:
+            raise RuntimeError(
+                f"For '{_SAVE}', the processes must have the same parameters, but got different ones of {name!r}. Look "
+                f"for what changes parameters outside the optimizer, or load the last state."
+            )
+    if contents.is_partitioned:
+        return partial, set(held)
+    return partial, differing | sums
 
 
 def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) -> files.Files:
     """Write this rank's own tensors, and on rank 0 also the tensors that the ranks share."""
     is_open = [window.count.read() > 0 for window in contents.windows]
-    present = [pair for pair in contents.held.items() if pair[1].window is None or is_open[pair[1].window]]
-    own = ((name, held.value()) for name, held in present if name in own_names)
-    shared = iter([(name, held) for name, held in present if name not in own_names])
+    own: dict[str, Held] = {}
+    shared: dict[str, Held] = {}
+    for name, held in contents.held.items():
+        if held.window is None or is_open[held.window]:
+            if name in own_names:
+                own[name] = held
+            else:
+                shared[name] = held
+    rest = iter(shared.items())
+    written: files.Files = {}
     try:
-        values = ((name, held.value()) for name, held in shared)
-        written = files.write_tensors(partial, "", values) if rank == 0 else {}
+        if rank == 0:
+            written = files.write_tensors(partial, "", ((name, held.value()) for name, held in rest))
     finally:
         # The gathers are collective: all ranks join them, even if rank 0 fails to write.
-        for _, held in shared:
+        for _, held in rest:
             if held.gather:
                 held.value()
-    return written | files.write_tensors(partial, f"rank_{rank}/", own)
+    return written | files.write_tensors(partial, f"rank_{rank}/", ((name, held.value()) for name, held in own.items()))
 
 
 def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
@@ -234,40 +272,43 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     if isinstance(trained, Accumulator) and trained.window.in_batch:
         text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
         raise RuntimeError(f"For '{_LOAD}', {text}")
-    contents, world = Contents(trained), current_world(_LOAD)
-    state = Path(exchange(_LOADS, lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
-    found: list[_Found] = []
+    contents = Contents(trained)
+    world = current_world(_LOAD)
+    state = Path(_on_rank_0(world, _LOADS, lambda: str(_choose(folder))))
+    found: list[_Loaded] = []
     # If any rank refuses a number, all numbers are restored. Tensors are too large for that and are checked first.
     with all_or_nothing(contents):
         exchange(_LOADS, lambda: found.append(_load_numbers(contents, world, state)))
-    plan, random, places, extra = found[0]
-    for parameter, value in plan:
+    loaded = found[0]
+    for parameter, value in loaded.tensors:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
-        trained.window.places = dict(enumerate(places))
-    elif isinstance(step, ms.Model) and places:
-        step.resumed_place = places[0]
-    put_random_states(random)
-    return contents.described(state, places, extra)
+        trained.window.places = dict(enumerate(loaded.places))
+    elif isinstance(step, ms.Model) and loaded.places:
+        step.resumed_place = loaded.places[0]
+    put_random_states(loaded.random)
+    return contents.described(state, loaded.places, loaded.extra)
 
 
 def _choose(directory: Path) -> Path:
     state = files.find_state(directory)
     if state is None:
-        has = [*(repr(each.name) for each in files.renamed_states(directory)), "none"][0]
-        remedy = "Give the one that save_state() has written to, or the folder of one state."
-        got = f"{directory.absolute()}, which has {has}"
-        raise ValueError(argument_error(_LOAD, "directory", "a folder with states", got, remedy))
+        renamed = files.renamed_states(directory)
+        has = repr(renamed[0].name) if renamed else "none"
+        raise ValueError(
+            f"For '{_LOAD}', the argument 'directory' must be a folder with states, but got {directory.absolute()}, "
+            f"which has {has}. Give the one that save_state() has written to, or the folder of one state."
+        )
     return state
 
 
-def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
+def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
     """Check everything, then load the numbers. Return the rest, to assign once all ranks have accepted it."""
     try:
         manifest = files.read_manifest(state)
         everyone = manifest["ranks"]
         batches = _batches(contents, everyone, world.size)
-        plan = _plan(contents, world, batches, state, manifest["files"])
+        values = _values(contents, _SavedTensors(state, manifest["files"], batches, world))
         # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
         numbers = everyone[world.rank % len(everyone)]
         random = checked_random_states(numbers.get("random"), "the state")
@@ -284,7 +325,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         remedy = f"The state before it is {before[-1]}: give that folder." if before else "There is none before it."
         text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         raise ValueError(text) from None
-    return plan, random, places, manifest["extra"]
+    return _Loaded(values, random, places, manifest["extra"])
 
 
 def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:
@@ -292,46 +333,64 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
     if (contents.has_shards or contents.is_partitioned) and len(everyone) != ranks:
         remedy = "Take as many; MindSpore's transform_checkpoints converts what AutoParallel has cut"
         raise another_program(f"has the network's shards of {len(everyone)} processes, not {ranks}. {remedy}")
-    windows = [check_saved_list(each.get("windows"), "windows", len(contents.windows)) for each in everyone]
-    what, rule = "how many batches its windows had", {"batches": is_count}
-    batches = [[check_saved(its, what, rule)["batches"] for its in each] for each in windows]
+    batches: list[list[int]] = []
+    for numbers in everyone:
+        batches.append([])
+        for its in check_saved_list(numbers.get("windows"), "windows", len(contents.windows)):
+            counts = check_saved(its, "how many batches its windows had", {"batches": is_count})
+            batches[-1].append(counts["batches"])
     limit = getattr(contents.step, "accumulation_steps", None)
-    most = max((count for counts in batches for count in counts), default=0)
+    most = max(map(max, batches)) if contents.windows else 0
     if limit is not None and 0 < most >= limit:
         raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
     return batches
 
 
-def _plan(contents: Contents, world: World, batches: list[list[int]], state: Path, written: files.Files) -> _Plan:
+class _SavedTensors:
+    """The tensors of a state, as this rank needs them. ``batches`` are those of each window of each saving rank."""
+
+    def __init__(self, state: Path, written: files.Files, batches: list[list[int]], world: World) -> None:
+        self.batches = batches
+        self.world = world
+        self.shared = files.read_tensors(state, written, "")
+        self.of_rank = cache(lambda rank: files.read_tensors(state, written, f"rank_{rank}/"))
+        self.own = self.shared | self.of_rank(world.rank % len(batches))
+
+    def parts_of(self, name: str, held: Held) -> list[Array]:
+        """Return a tensor, or the parts of a window's sums, which are added up over the saving ranks."""
+        if held.window is None:
+            return [self.own[name]]
+        opened = [rank for rank, counts in enumerate(self.batches) if counts[held.window] > 0]
+        if name in self.shared:
+            opened = opened[:1]
+        parts = []
+        for rank in opened:
+            # Each rank's part goes to one rank, or to all that gather it.
+            if held.gather is None and rank % self.world.size != self.world.rank:
+                continue
+            source = self.shared if name in self.shared else self.of_rank(rank)
+            if name not in source:
+                raise another_program(f"lacks {name}")
+            parts.append(source[name])
+        return parts
+
+
+def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Array]]:
     """Return the new value of each parameter. Raise if the tensors do not match the step."""
-
-    @cache
-    def own_of(rank: int) -> files.Arrays:
-        return files.read_tensors(state, written, f"rank_{rank}/")
-
-    def parts_of(name: str, window: int, is_gathered: bool) -> list[Array]:
-        # A window's sums are added up over the saving ranks. Each rank's part goes to one rank, or to all that gather
-        # it.
-        opened = [rank for rank, counts in enumerate(batches) if counts[window] > 0][: 1 if name in shared else None]
-        takes = [rank for rank in opened if is_gathered or rank % world.size == world.rank]
-        sources = [shared if name in shared else own_of(rank) for rank in takes]
-        if any(name not in source for source in sources):
-            raise another_program(f"lacks {name}")
-        return [source[name] for source in sources]
-
-    shared = files.read_tensors(state, written, "")
-    found = shared | own_of(world.rank % len(batches))
-    names = {name for name, held in contents.held.items() if held.window is None}
-    for verb, wrong in (("lacks", names - found.keys()), ("also has", found.keys() - contents.held.keys())):
+    needed = {name for name, held in contents.held.items() if held.window is None}
+    for verb, wrong in (("lacks", needed - saved.own.keys()), ("also has", saved.own.keys() - contents.held.keys())):
         if wrong:
             raise another_program(f"{verb} {listed(sorted(wrong), 3)}")
-    plan: _Plan = []
-    for name, (target, _, gather, window) in contents.held.items():
-        parts = [found[name]] if window is None else parts_of(name, window, gather is not None)
+    values = []
+    for name, held in contents.held.items():
+        parts = saved.parts_of(name, held)
         for part in parts:
             theirs = f"{Tensor(np.zeros((), part.dtype)).dtype} {part.shape}"
-            ours = f"{target.dtype} {tuple(target.shape)}"
+            ours = f"{held.target.dtype} {tuple(held.target.shape)}"
             if theirs != ours:
                 raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
-        plan.append((target, reduce(np.add, parts) if parts else np.zeros(target.shape, np.float32)))
-    return plan
+        if parts:
+            values.append((held.target, reduce(np.add, parts)))
+        else:
+            values.append((held.target, np.zeros(held.target.shape, np.float32)))
+    return values

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mindspore.train import Callback, RunContext
 
@@ -16,7 +17,6 @@ from ms_gradaccum._checks import (
     check_path,
     check_positive_float,
     check_positive_int,
-    require,
 )
 from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
@@ -82,7 +82,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     ) -> None:
         super().__init__()
         self.directory = check_path(_OWNER, "directory", directory, STATES)
-        self.steps, self.seconds = save_checkpoint_steps, save_checkpoint_seconds
+        self.steps = save_checkpoint_steps
+        self.seconds = save_checkpoint_seconds
         if self.steps is not None:
             check_positive_int(_OWNER, "save_checkpoint_steps", self.steps, "It counts batches.")
         if self.seconds is not None:
@@ -91,7 +92,9 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
         self.model: Model | None = None  # The model that is training with this callback.
         self._is_told_to_end = False
-        self._saved_step, self._time = -1, 0.0  # Step and time of the last state.
+        # The step and the time of the last state. Set at the beginning of a training.
+        self._saved_step = -1
+        self._time = 0.0
         self._is_built = True
 
     def agreed(self) -> str:
@@ -103,8 +106,11 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     def watching(self, model: Model) -> Iterator[None]:
         """Attach to a training of ``model`` in this context. Only the main thread can handle signals."""
         has_listener = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
-        self.model, self._is_told_to_end = model, False
-        before = signal.signal(signal.SIGTERM, self._note_signal) if has_listener else None
+        self.model = model
+        self._is_told_to_end = False
+        before: Any = None
+        if has_listener:
+            before = signal.signal(signal.SIGTERM, self._note_signal)
         try:
             yield
         finally:
@@ -117,15 +123,24 @@ class StateCheckpoint(FrozenAfterInit, Callback):
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
-        folder, is_first = self.directory, current_world(_OWNER).rank == 0
-        # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
-        if exchange("looks for a state", lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
-            load_state(model, folder)
+        is_first = current_world(_OWNER).rank == 0
+
+        def has_states() -> bool:
+            # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
+            return is_first and bool(find_state(self.directory) or renamed_states(self.directory))
+
+        if exchange("looks for a state", has_states)[0]:
+            load_state(model, self.directory)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        require(self.model is not None, _OWNER, "model", "one of ms_gradaccum", "another", "Import Model from there.")
+        if self.model is None:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'model' must be one of ms_gradaccum, but got another. Import Model from "
+                f"there."
+            )
         claim_folder("begins to train a Model", Path(self.directory))
-        self._saved_step, self._time = run_context.original_args().cur_step_num, time.monotonic()
+        self._saved_step = run_context.original_args().cur_step_num
+        self._time = time.monotonic()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -149,7 +164,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         if self.model is None or not self.model.can_save:
             return False
         save_state(self.model, self.directory, keep_checkpoint_max=self.keep_max)
-        self._saved_step, self._time = step, time.monotonic()
+        self._saved_step = step
+        self._time = time.monotonic()
         return True
 
     def on_train_end(self, run_context: RunContext) -> None:

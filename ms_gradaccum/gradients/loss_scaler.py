@@ -9,9 +9,9 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, nn, ops
 
 from ms_gradaccum._checks import State, another_program
-from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.mindspore_private import primexpr
+from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.backend.tensors import Done
 
 
@@ -22,11 +22,11 @@ class ChooserState:
         self.chooser = chooser
 
     def state_dict(self) -> State:
-        return {} if self.chooser is None else plain_state.take(self.chooser)
+        return {} if self.chooser is None else PlainState(self.chooser).state_dict()
 
     def load_state_dict(self, saved: object) -> None:
         if self.chooser is not None:
-            plain_state.put(self.chooser, saved)
+            PlainState(self.chooser).load_state_dict(saved)
         elif saved != {}:
             raise another_program("has the loss scale of a user's own class")
 

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import amp, nn
 from mindspore.train import Metric
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, require
+from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.epoch import LastWindow
@@ -70,25 +70,41 @@ def create_trainer(
         ``Ascend`` ``GPU`` ``CPU``
     """
     remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
-    require(not check_bool(_OWNER, "ema", ema, remedy), _OWNER, "ema", "False", True, remedy)
+    if check_bool(_OWNER, "ema", ema, remedy):
+        raise ValueError(f"For '{_OWNER}', the argument 'ema' must be False, but got True. {remedy}")
     from mindcv.utils.amp import auto_mixed_precision
     from mindcv.utils.trainer_factory import add_loss_network
 
-    clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value.")
-    settings: dict[str, Any] = {"parallel": parallel, "last_window": last_window, "bad_micro_batch": bad_micro_batch}
-    settings |= {"compile": compile, "accumulation_steps": gradient_accumulation_steps}
-    settings |= {"clip": ClipByGlobalNorm(clip_value) if clips else None}
-    settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
+    clip = None
+    if check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value."):
+        clip = ClipByGlobalNorm(clip_value)
+    mixed_precision = _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))
     # mindcv converts the network in place.
     auto_mixed_precision(network, amp_level, amp_cast_list)
     loss_cell = GradAccumulation(add_loss_network(network, loss, amp_level), micro_size)
     with scale_taken_out():
-        return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
+        return Model(
+            loss_cell,
+            None,
+            optimizer,
+            metrics,
+            eval_network,
+            [0, 1, 2],
+            accumulation_steps=gradient_accumulation_steps,
+            clip=clip,
+            mixed_precision=mixed_precision,
+            last_window=last_window,
+            parallel=parallel,
+            bad_micro_batch=bad_micro_batch,
+            compile=compile,
+        )
 
 
 def _loss_scale(kind: object, value: object, drops: object) -> Any:
-    name = kind.lower() if isinstance(kind, str) else kind
+    name = kind
+    if isinstance(kind, str):
+        name = kind.lower()
     remedy = "A fixed scale stays, a dynamic one halves and doubles."
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
     value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")

@@ -4,7 +4,7 @@ from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_bool, require
+from ms_gradaccum._checks import check_bool
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.loops.train_step import TrainOneStepCell
@@ -29,7 +29,8 @@ class SummedLoss(nn.Cell):
 
     def __init__(self, network: nn.Cell, per_token: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.network, self.per_token = network, per_token
+        self.network = network
+        self.per_token = per_token
 
     def construct(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         terms = self.network(*inputs)
@@ -85,10 +86,11 @@ class AccumulatedStep(TrainOneStepCell):
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
         check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
-        clips = check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm.")
+        clip = None
+        if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
+            clip = ClipByGlobalNorm(max_grad_norm)
         loss_cell = network if is_legacy else SummedLoss(network, per_token)
         loss_cell = GradAccumulation(loss_cell, micro_size, weighted=per_token)
-        clip = ClipByGlobalNorm(max_grad_norm) if clips else None
         super().__init__(loss_cell, optimizer, clip=clip, mixed_precision=precision_of(_OWNER, scale_sense))
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -106,13 +108,18 @@ class AccumulatedStep(TrainOneStepCell):
 
 
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
-    rule, remedy = "stand-alone or data parallel", "MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
-    require(not in_semi_auto(), _OWNER, "parallel_mode", rule, "semi-auto-parallel", remedy)
+    if in_semi_auto():
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, but got "
+            f"semi-auto-parallel. MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
+        )
+    unused = set(_UNUSED)
+    if is_legacy:
+        unused.add("print_separate_loss")  # A legacy model returns one loss, despite the trainer's default.
     for name, value in settings.items():
-        # A legacy model returns one loss, despite the trainer's default.
-        is_known = name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value)
-        remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
-        require(is_known, _OWNER, name, "left out", repr(value), remedy)
+        if name not in unused and (value or name not in _OFF):
+            remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
+            raise ValueError(f"For '{_OWNER}', the argument '{name}' must be left out, but got {value!r}. {remedy}")
 
 
 MindFormerRegister.register_cls(AccumulatedStep, module_type=MindFormerModuleType.WRAPPER)

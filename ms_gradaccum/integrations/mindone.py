@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import argument_error, check_bool, check_cell, require
+from ms_gradaccum._checks import check_bool, check_cell
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
 from ms_gradaccum.loops.train_step import TrainOneStepCell
@@ -41,8 +41,10 @@ class ModelLoss(nn.Cell):
         self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
         self.columns = tuple(columns)
         if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
-            rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
-            raise TypeError(argument_error("ModelLoss", "columns", rule, repr(columns), remedy))
+            raise TypeError(
+                f"For 'ModelLoss', the argument 'columns' must be the names of the model's inputs, but got {columns!r}."
+                f" For example ('input_ids', 'labels')."
+            )
 
     def construct(self, *inputs: Tensor) -> Tensor:
         batch = {}
@@ -99,18 +101,24 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    remedy = "Give an ms_gradaccum.EMA to add_callback() of the step."
-    require(ema is None, _OWNER, "ema", "None", type(ema).__name__, remedy)
-    remedy = "parallel=HSDP() shares the optimizer's state among the processes."
-    require(zero_helper is None, _OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy)
-    clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
+    remedies = {
+        "ema": "Give an ms_gradaccum.EMA to add_callback() of the step.",
+        "zero_helper": "parallel=HSDP() shares the optimizer's state among the processes.",
+    }
+    for name, value in (("ema", ema), ("zero_helper", zero_helper)):
+        if value is not None:
+            got = type(value).__name__
+            raise ValueError(f"For '{_OWNER}', the argument '{name}' must be None, but got {got}. {remedies[name]}")
+    clip = None
+    if check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm."):
+        clip = ClipByGlobalNorm(clip_norm)
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
     with scale_taken_out():
         return TrainOneStepCell(
             GradAccumulation(network, micro_size),
             optimizer,
             accumulation_steps=gradient_accumulation_steps,
-            clip=ClipByGlobalNorm(clip_norm) if clips else None,
+            clip=clip,
             mixed_precision=precision_of(_OWNER, scale_sense, drops),
             parallel=parallel,
             bad_micro_batch=bad_micro_batch,

@@ -160,9 +160,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop, Observed):
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
-        is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
+        is_single = len(self.windows) == len(first.reducers) == 1 and self.config.schedule is None
         self.add_grads: Any = first.add_grads_cell if is_single else None
-        self.end: Any = first.ends[0] if is_single else None
+        self.end: Any = first.ends.of_optimizers[0] if is_single else None
         # True if a batch without a weight counts as much as others of its update.
         self.counts_alike = self.steps > 1 or first.is_distributed
         self.shapes = [tuple(each.shape) for each in first.micro_steps.parameters] if is_single else None

@@ -240,14 +240,13 @@ class LoopWindow:
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
             raise disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
-        if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
+        if any(trained.is_reduced or trained.clip is not None for trained in self.networks):
             raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
     def step(self, trained: TrainedNetwork, clip: nn.Cell | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
         self.events.tell("on_update_begin")
-        trained.clip = trained.clip or clip
-        output = trained.close()
+        output = trained.close(trained.clip or clip)
         if output.is_updated:
             self.updates += not self.updated
             self.updated = True
@@ -258,7 +257,7 @@ class LoopWindow:
 
     def _follows(self, scheduler: PreparedScheduler, trained: TrainedNetwork) -> bool:
         """Return whether a scheduler steps after an update of ``trained``: not if its optimizer made none."""
-        ends = [(end, network is trained) for network in self.networks for end in network.ends]
+        ends = [(end, network is trained) for network in self.networks for end in network.ends.of_optimizers]
         own = [(end, is_own) for end, is_own in ends if end.runs(scheduler.optimizer)]
         return not own or any(end.has_updated and is_own for end, is_own in own)
 

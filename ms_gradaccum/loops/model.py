@@ -23,6 +23,7 @@ from ms_gradaccum._checks import (
     typed,
     warn,
 )
+from ms_gradaccum.advice.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
@@ -36,7 +37,6 @@ from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.static_graph.settings import forget_accumulation
 from ms_gradaccum.training.events import StatefulCallback
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
-from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepOptions, StepSettings, changed_options, takes_options
 
 if TYPE_CHECKING:

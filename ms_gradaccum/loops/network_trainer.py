@@ -37,6 +37,7 @@ class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
     has_batch = False  # True if the buffers contain parts of the current batch.
+    clip: nn.Cell | None = None  # The clip of the caller for the full window, until the window ends.
     # The last clip of the caller, for a process that joins an update of the others.
     last_clip: nn.Cell | None = None
 
@@ -69,6 +70,10 @@ class TrainedNetwork(Window):
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
+    def reset(self) -> None:
+        super().reset()
+        self.clip = None
+
     def begin_batch(self, is_last: bool) -> None:
         """Begin a batch, maybe the last one of its window."""
         self.has_batch = False
@@ -81,7 +86,7 @@ class TrainedNetwork(Window):
         if self.has_batch:
             remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
             raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-        if self.outputs is not None:
+        if self.is_reduced:
             remedy = "The norm is that of the whole window, this batch included."
             raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
 
@@ -107,39 +112,34 @@ class TrainedNetwork(Window):
     ) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            outputs = self.add(args, kwargs, is_last, weight)
+            result = self.add(args, kwargs, is_last, weight)
         except BaseException as error:
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
-        loss: Tensor = outputs[0][0]
-        if self.micro_steps.gives_mean:
+        loss: Tensor = result.outputs[0][0]
+        if result.gives_mean:
             return as_dtype(loss + 0.0 if isinstance(loss, Parameter) else loss, ms.float32)
-        loss = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
+        loss = self.run_mean_loss(*(output[i] for i in (0, 1) for output in result.outputs))
         return loss
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
         """Add one batch with gradients that the caller has computed."""
         number = check_loss(_OWNER, loss)
-        self.micro_steps.rows = weight
-        if self.watch.is_on:
-            self.watch.begin_batch()
         parameters = [*self.micro_steps.parameters]
         if not self.grads_are_reduced and any(each.hooks() for each in parameters):
             check_not_late(_OWNER, self.network)
         added = () if self.reducers[0].holds_grads else _check_grads(grads, parameters)
-        if self.watch.is_on and self.settings.accumulation_steps > 1:
-            self.watch.note_gradients(added)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
         numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, weight)]
         self.run_add_grads(*numbers, *added)
-        if self.is_distributed and self.first is None and not self.grads_are_reduced:
+        if self.ranks is not None and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             telling = [each for each in added if np.isfinite(array := as_array(each)).all() and array.any()]
             self.note_first("gradients", telling, weight)
-        if self.watch.is_on:
-            self.watch.end_batch()
+        if self.advisor.is_on:
+            self.advisor.after_gradients(added)
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)

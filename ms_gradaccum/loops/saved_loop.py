@@ -27,7 +27,9 @@ class SavedLoop(nn.Cell):
         for each in self.windows:
             each.count.read()  # It writes the number of batches, if the host has not yet.
         # The networks come first: MindSpore may load a parameter from the first name that ends with its own.
-        cells = [each.network for each in self.windows] + [end for each in self.windows for end in each.ends]
+        cells = [each.network for each in self.windows]
+        for each in self.windows:
+            cells += each.ends.of_optimizers
         cells += [self.ema_averages] if hasattr(self, "ema_averages") else []
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
         return whole_parameters(found, self._reducers())

@@ -8,7 +8,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, argument_error, require, warn
-from ms_gradaccum.backend import plain_state
+from ms_gradaccum.backend.plain_state import PlainState
 
 _OWNER = "AccumulationConfig"
 EARLY = (
@@ -144,13 +144,13 @@ class PreparedScheduler:
 
     def state_dict(self) -> State:
         """Return the state of the scheduler and of its position in the loop, as JSON."""
-        state = plain_state.take(self.scheduler)
+        state = PlainState(self.scheduler).state_dict()
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
     def load_state_dict(self, saved: State) -> None:
         rules = dict.fromkeys(("is_due", "follows_updates"), check.is_flag)
         flags = check.check_saved(saved, "where its schedulers stand", rules)
-        plain_state.put(self.scheduler, saved.get("scheduler"))
+        PlainState(self.scheduler).load_state_dict(saved.get("scheduler"))
         vars(self).update(flags)
 
     def step(self, *args: object, **kwargs: object) -> None:

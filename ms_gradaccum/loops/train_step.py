@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn, warn_of_open
-from ms_gradaccum.advice.loss_measurement import not_measured
+from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn_of_open
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
@@ -48,16 +47,14 @@ class HostDrivenStep(Step):
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
         # The parts for use inside a larger graph.
-        (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
+        (self.reducer,) = self.window.reducers
+        (self.end,) = self.window.ends.of_optimizers
         self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
-        # True if a larger graph would train a loss that has not been measured.
-        self.is_unmeasured = self.window.micro_steps.measurement.is_on
         self.number = number_of(self)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
-        self.is_unmeasured = False
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
@@ -71,15 +68,14 @@ class HostDrivenStep(Step):
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         self.window.note_first("batch", batch)
         self.window.compare_ranks()
-        if self.is_unmeasured:
-            self.is_unmeasured = False
-            self.window.micro_steps.measure_loss(batch)
+        if self.window.advisor.is_unmeasured:
+            inputs = self.network.positional(batch, {})
+            self.window.advisor.before_sink(inputs, self.network.split(*inputs))
 
     def look_in_graph(self) -> None:
         """Warn, as before a first batch, while a larger graph with this step is compiled."""
-        self.window.micro_steps.look()
-        if self.is_unmeasured:
-            warn(not_measured("the step is part of a larger graph"))
+        self.window.micro_steps.check_hooks(False)
+        self.window.advisor.before_graph()
 
     def join(self) -> StepOutput:
         self.window.micro_steps.join()

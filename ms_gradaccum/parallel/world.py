@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from ms_gradaccum._checks import first_line, warn
+from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.snapshot import few_elements
 from ms_gradaccum.backend.tensors import Array
@@ -173,52 +173,36 @@ class FirstInput(NamedTuple):
 NO_INPUT = FirstInput("", "", 0.0, [])
 
 
-def compare_ranks(
-    owner: str, first: FirstInput, callbacks: list[str], rates: list[float], parameters: Iterable[Parameter]
-) -> None:
-    """Raise if the ranks have other averages, learning rates or parameters before an update. Collective.
+class RankState(NamedTuple):
+    """The state of a rank at the end of a window. All but its first input must be equal on all ranks."""
 
-    Warn of what the ranks have begun with.
-    """
-    everyone = gather_values("ends a window", [first, callbacks, rates, digest(parameters, sampled=True)])
-    firsts = [FirstInput(*each[0]) for each in everyone]
-    _warn_of_same_data(owner, firsts)
-    _warn_of_other_rows(owner, [each for each in firsts if each.reductions])
-    for i, what in enumerate(("averages (EMA)", "learning rate", "parameters"), 1):
-        ranks = _unlike_first([each[i] for each in everyone])
+    first: FirstInput
+    averages: list[str]
+    rates: list[float]
+    digest: str  # Of some elements of the parameters.
+
+
+def gather_states(
+    first: FirstInput, averages: list[str], rates: list[float], parameters: Iterable[Parameter]
+) -> list[RankState]:
+    """Return the states of all ranks. Collective."""
+    own = [first, averages, rates, digest(parameters, sampled=True)]
+    states = []
+    for received in gather_values("ends a window", own):
+        states.append(RankState(FirstInput(*received[0]), *received[1:]))
+    return states
+
+
+def check_states(owner: str, states: Sequence[RankState]) -> None:
+    """Raise if the ranks have other averages, learning rates or parameters before an update."""
+    for field, what in (("averages", "averages (EMA)"), ("rates", "learning rate"), ("digest", "parameters")):
+        ranks = _unlike_first([getattr(state, field) for state in states])
         if ranks:
             raise RanksDiffer(
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
                 f"0. Give all optimizers the same numbers; load a checkpoint, add an EMA, step a scheduler and change "
                 f"parameters on all ranks or on none."
             )
-
-
-def _warn_of_same_data(owner: str, firsts: Sequence[FirstInput]) -> None:
-    """Warn if ranks have begun with the same batch or gradients."""
-    ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, each in enumerate(firsts):
-        if each.kind:
-            ranks_of.setdefault((each.kind, each.digest), []).append(rank)
-    (what, _), same = max(ranks_of.items(), key=lambda item: len(item[1]), default=(("", ""), []))
-    if len(same) > 1:
-        hint = "" if what == "batch" else " Leave a DistributedGradReducer out: they are added up over the ranks here."
-        warn(
-            f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, "
-            f"whose rows then count {len(same)} times.{hint} Give the dataset num_shards={len(firsts)} and "
-            f"shard_id=get_rank(), or leave rows of the others out in another way."
-        )
-
-
-def _warn_of_other_rows(owner: str, firsts: Sequence[FirstInput]) -> None:
-    """Warn if ranks have begun with other numbers of rows in a network that reduces over them."""
-    if len({each.rows for each in firsts}) > 1:
-        warn(
-            f"For '{owner}', the ranks must have the same number of rows if the network communicates, but got "
-            f"{', '.join(f'{each.rows:g}' for each in firsts)} with {firsts[0].reductions[0]} in its code: an update "
-            f"counts each rank by its rows, which a reduction in the forward pass does not. Give all ranks as many "
-            f"rows, or return this rank's loss, or its (sum, weight) with weighted=True: the step reduces them."
-        )
 
 
 def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:

@@ -26,12 +26,11 @@ def check_build(owner: str, build: str) -> None:
     place = build.rpartition(":")[0]
     if place.endswith(".py"):
         file = Path(place).resolve()
-        is_there, wrong, remedy = file.is_file(), "whose file is not there", f"It is looked for at {file}."
-    else:
-        is_there, wrong = not place or _is_found(place.partition(".")[0]), "whose module is not found"
+        if not file.is_file():
+            raise ValueError(_sentence(owner, f"{build!r}, whose file is not there", f"It is looked for at {file}."))
+    elif place and not _is_found(place.partition(".")[0]):
         remedy = "Call the command in its folder, or add that to PYTHONPATH."
-    if not is_there:
-        raise ValueError(_sentence(owner, f"{build!r}, {wrong}", remedy))
+        raise ValueError(_sentence(owner, f"{build!r}, whose module is not found", remedy))
 
 
 def _is_found(package: str) -> bool:
@@ -61,9 +60,13 @@ class Builder(NamedTuple):
 
         from ms_gradaccum.backend.device import arguments_of_set_device
 
-        place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
-        # The arguments of this program are only for its own functions. A function of another program gets none.
-        argv = [place] if isinstance(build, str) else sys.argv
+        if isinstance(build, str):
+            place, name = _parse(owner, build)
+            # The arguments of this program are only for its own functions.
+            argv = [place]
+        else:
+            place, name = _locate(owner, build)
+            argv = sys.argv
         return Builder(place, name, argv, ms.get_context("mode"), arguments_of_set_device(), owner)
 
     def call(self) -> Any:
@@ -78,7 +81,10 @@ class Builder(NamedTuple):
         if self.device != arguments_of_set_device():
             ms.set_device(*self.device)
         try:
-            module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
+            if "/" in self.place:
+                module = _import_file(self.place)
+            else:
+                module = importlib.import_module(self.place)
         except ModuleNotFoundError as error:
             got = f"'{self.place}:{self.name}', whose file imports {error.name}, which is not found"
             raise ValueError(_sentence(self.owner, got, "Install it, or add its folder to PYTHONPATH.")) from error
@@ -95,24 +101,30 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
         rule = "a function, 'file.py:function' or 'module:function'"
         raise ValueError(_sentence(owner, repr(text), "For example 'train.py:build'.", rule))
     check_build(owner, text)
-    return (str(Path(place).resolve()) if place.endswith(".py") else place), name
+    if place.endswith(".py"):
+        place = str(Path(place).resolve())
+    return place, name
 
 
 def _locate(owner: str, build: object) -> tuple[str, str]:
     """Return the file or module of a function, and its name there. Raise unless they lead to the same function."""
     if not callable(build):
         raise TypeError(_sentence(owner, f"{build!r} of type {type(build).__name__}"))
-    place, name = str(getattr(build, "__module__", "")), str(getattr(build, "__qualname__", ""))
+    place = str(getattr(build, "__module__", ""))
+    name = str(getattr(build, "__qualname__", ""))
     module = sys.modules.get(place)
     if module is None or _attribute(module, name) is not build:
         raise ValueError(_sentence(owner, repr(build)))
-    if place == "__main__":
-        # Only `python -m package.program` has a spec; a program that is started by its path and a notebook have none.
-        spec = getattr(module, "__spec__", None)
-        place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
-        if spec is None and not Path(place).is_file():
-            raise ValueError(_sentence(owner, f"{name} of a program that is in no file"))
-    return place, name
+    if place != "__main__":
+        return place, name
+    # Only `python -m package.program` has a spec; a program that is started by its path and a notebook have none.
+    spec = getattr(module, "__spec__", None)
+    if spec is not None:
+        return spec.name, name
+    file = Path(getattr(module, "__file__", "")).resolve()
+    if not file.is_file():
+        raise ValueError(_sentence(owner, f"{name} of a program that is in no file"))
+    return str(file), name
 
 
 def _attribute(found: object, name: str) -> object:

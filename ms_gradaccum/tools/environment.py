@@ -23,13 +23,18 @@ def describe() -> dict[str, str]:
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts["cores and memory"] = f"{cores()} cores, {memory:.1f} GiB"
-    facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
+    facts["default mode"] = "PYNATIVE" if ms.get_context("mode") == ms.PYNATIVE_MODE else "GRAPH"
     facts["float16 products"] = _tried(ms.float16)
     facts["bfloat16 products"] = _tried(ms.bfloat16)
-    slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
-    facts["fast convolutions on CPU"] = "not used" if not is_host() else slow if are_slow() else "yes"
+    facts["fast convolutions on CPU"] = "yes"
+    if not is_host():
+        facts["fast convolutions on CPU"] = "not used"
+    elif are_slow():
+        facts["fast convolutions on CPU"] = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
     facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"
-    facts.update({f"${name}": value for name in [*_VARIABLES, VARIABLE] if (value := os.getenv(name)) is not None})
+    for name in (*_VARIABLES, VARIABLE):
+        if name in os.environ:
+            facts[f"${name}"] = os.environ[name]
     return facts
 
 

@@ -1,20 +1,19 @@
 """The smallest number of micro batches that fits into a given memory. A process measures each candidate."""
 
-import json
 import os
 import re
 import resource
 import signal
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import nn
 
-from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, require, typed
+from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, typed
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.arguments import Batch, as_call
@@ -33,9 +32,11 @@ _LOOK = 0.01
 # Single rows may exceed the limit by at least this many bytes, so that the error can state their memory.
 _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
-_UPDATES, _MOST_WINDOWS = 2, 20
+_UPDATES = 2
+_MOST_WINDOWS = 20
 # The number of micro batches at either end that replace all: the second one reuses the memory of the first one.
 _ENDS = 2
+_NO_MEMORY = "must fit into this machine, but got no memory for them. Make them smaller."
 _OUT_OF_MEMORY = re.compile(
     r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
     r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
@@ -56,7 +57,8 @@ class Probe(NamedTuple):
 
     def __str__(self) -> str:
         peak = "ended" if self.peak is None else size_text(self.peak)
-        rows, verdict = counted(self.rows, "row"), "fits" if self.fits else "too much"
+        rows = counted(self.rows, "row")
+        verdict = "fits" if self.fits else "too much"
         return f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  {self.seconds:5.1f} s"
 
 
@@ -126,16 +128,21 @@ def find_micro_size(
         >>> micro_size = find_micro_size("train.py:build", "4GiB", report=print)  # doctest: +SKIP
     """
     refuse_inside(_OWNER)
-    if (size := current_world(_OWNER).size) > 1:
+    size = current_world(_OWNER).size
+    if size > 1:
         raise RuntimeError(
             f"For '{_OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
             f"example with python -m ms_gradaccum micro-size, and give all ranks the answer."
         )
     limit = _check_memory_limit(memory_limit)
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
-    rule, remedy = "a function or None", "For example report=print."
-    require(report is None or callable(report), _OWNER, "report", rule, typed(report), remedy, TypeError)
-    builder, last = Builder.of(_OWNER, build), Measured()
+    if report is not None and not callable(report):
+        raise TypeError(
+            f"For '{_OWNER}', the argument 'report' must be a function or None, but got {typed(report)}. For example "
+            f"report=print."
+        )
+    builder = Builder.of(_OWNER, build)
+    last = Measured()
 
     def fits(micro_size: int) -> bool:
         nonlocal last
@@ -143,12 +150,14 @@ def find_micro_size(
         last = measure(builder, micro_size, limit, timeout)
         is_small = last.peak is not None and last.peak <= limit
         if report is not None and last.rows is not None:
-            rows, seconds = -(-last.rows // micro_size), time.monotonic() - begin
-            report(Probe(micro_size, rows, last.peak, is_small, seconds))
+            rows = -(-last.rows // micro_size)
+            report(Probe(micro_size, rows, last.peak, is_small, time.monotonic() - begin))
         return is_small
 
     # The whole batch first: it may fit, and its process reports the number of rows.
-    found = 1 if fits(1) else _search(last.rows or 1, fits)
+    if fits(1):
+        return 1
+    found = _search(last.rows or 1, fits)
     if found is None:
         raise MemoryError(_too_little(last, limit))
     return found
@@ -159,87 +168,102 @@ def _search(rows: int, fits: Callable[[int], bool]) -> int | None:
     # The rows of the largest micro batch determine the memory: for each number of rows, the smallest micro_size.
     counts = sorted({-(-rows // largest) for largest in range(1, rows + 1)})
     # Double until one fits, then bisect: the answer is mostly among the first.
-    begin, place = 1, 1
+    begin = 1
+    place = 1
     while begin < len(counts) and not fits(counts[place]):
-        begin, place = place + 1, min(2 * place + 1, len(counts) - 1)
-    return counts[bisect_left(counts, True, begin, place, key=fits)] if begin < len(counts) else None
+        begin = place + 1
+        place = min(2 * place + 1, len(counts) - 1)
+    if begin >= len(counts):
+        return None
+    return counts[bisect_left(counts, True, begin, place, key=fits)]
 
 
 def _too_little(single: Measured, limit: int) -> str:
     """Return the error message for a limit that is too small, from the measurement of single rows."""
-    rows, loaded, peak, cap, is_killed = single
-    if rows is None or not (peak or is_killed):
-        what = "network, optimizer and batch" if rows is None else f"single rows (micro_size={rows})"
-        return f"For '{_OWNER}', {what} must fit into this machine, but got no memory for them. Make them smaller."
-    takes = f"at least the {size_text(peak)}" if peak else f"more than the {size_text(cap or 0)}"
-    rule = f"{takes} that single rows (micro_size={rows}) take"
-    remedy = f"{size_text(loaded or 0)} of it are in use before the first row: shrink network, optimizer or batch."
-    return argument_error(_OWNER, "memory_limit", rule, size_text(limit), remedy)
+    if single.rows is None:
+        return f"For '{_OWNER}', network, optimizer and batch {_NO_MEMORY}"
+    of_rows = f"single rows (micro_size={single.rows})"
+    if single.peak:
+        takes = f"at least the {size_text(single.peak)}"
+    elif single.is_killed:
+        takes = f"more than the {size_text(single.cap or 0)}"
+    else:
+        return f"For '{_OWNER}', {of_rows} {_NO_MEMORY}"
+    remedy = (
+        f"{size_text(single.loaded or 0)} of it are in use before the first row: shrink network, optimizer or batch."
+    )
+    return argument_error(_OWNER, "memory_limit", f"{takes} that {of_rows} take", size_text(limit), remedy)
 
 
 def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Measured:
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
     must_run = f"For '{_OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
-    peak, is_killed = None, False
+    found = Measured()
     with Job(1, f"{__name__}:work", task) as job:
 
-        def watch(phase: str) -> None:
-            cap = begun(job.folder).cap
-            if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
+        def watch() -> None:
+            if found.cap is not None and memory_of(job.process.pid, "VmHWM") > found.cap:
                 raise _OverCap
 
         try:
-            (report,) = job.wait(timeout, watch, _LOOK)
-            peak = report["peak"]
+            (found,) = job.wait(timeout, moment=_LOOK)
+            (found,) = job.wait(timeout, watch, _LOOK)
         except _OverCap:
-            is_killed = True
+            return found._replace(is_killed=True)
         except TimeoutError:
-            rule, got = f"more than what two windows of micro_size={micro_size} take", f"{timeout:g} s"
-            raise TimeoutError(argument_error(_OWNER, "timeout", rule, got, "Give it more time.")) from None
+            rule = f"more than what two windows of micro_size={micro_size} take"
+            remedy = "Give it more time."
+            raise TimeoutError(argument_error(_OWNER, "timeout", rule, f"{timeout:g} s", remedy)) from None
         except RankError as error:
             if not is_out_of_memory(error.kind, error.text):
                 raise error.here(must_run) from error
         except EndedError:
-            status, said = job.process.returncode, job.last_words() or "none"
+            status = job.process.returncode
+            said = job.last_words() or "none"
             # SIGKILL comes only from the system, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
                 raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said}") from None
-        return begun(job.folder)._replace(peak=peak, is_killed=is_killed)
+    return found
 
 
 def _check_memory_limit(limit: int | str) -> int:
     """Return a number of bytes, given as an int or a text such as '4GiB' (of 1024) or '500MB' (of 1000)."""
     remedy = "For example 4 * 2**30, '4GiB' or '500MB'."
     if isinstance(limit, str):
-        if (match := _TEXT.fullmatch(limit)) is None:
+        match = _TEXT.fullmatch(limit)
+        if match is None:
             raise ValueError(argument_error(_OWNER, "memory_limit", "a number of bytes", repr(limit), remedy))
-        limit = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower()))
+        number, prefix, is_binary = match.groups()
+        base = 1024 if is_binary else 1000
+        limit = int(float(number) * base ** " kmgt".index((prefix or " ").lower()))
     return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
 
 
-def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
-    """Build a training in the folder ``home``, train it in ``micro_size`` micro batches, and return its peak."""
+def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator[Measured]:
+    """Build a training in the folder ``home`` and train it in ``micro_size`` micro batches.
+
+    Yield the memory before the first window, then the peak, too.
+    """
     os.chdir(home)
     # Make the system kill this process first when memory runs out, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    training, on_host = Training(Builder(*builder).call(), micro_size), is_host()
+    training = Training(Builder(*builder).call(), micro_size)
+    on_host = is_host()
     # Return memory gaps that building has left, which the training would fill first.
     return_memory()
     Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
-    loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
-    cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
-    meeting.write("begun", json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
+    excess = max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0
+    if on_host:
+        found = Measured(training.rows, memory_of("self", "VmRSS"), cap=limit + excess)
+    else:
+        found = Measured(training.rows, ms.runtime.memory_allocated())
+    yield found
     training.run()
-    return {"peak": memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()}
-
-
-def begun(folder: Path) -> Measured:
-    """Return the values that a child has written before its first window."""
-    file = folder / "begun"
-    return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
+    peak = memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()
+    yield found._replace(peak=peak)
 
 
 def memory_of(process: int | str, key: str) -> int:
@@ -248,7 +272,10 @@ def memory_of(process: int | str, key: str) -> int:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+    for line in lines:
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def is_out_of_memory(kind: str, text: str) -> bool:
@@ -260,17 +287,17 @@ class Training:
     """The training that a function has built: its step with ``micro_size`` micro batches, its batch, and the rows."""
 
     def __init__(self, made: Any, micro_size: int) -> None:
-        if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
-            rule = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
-            got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
-            raise TypeError(argument_error(_OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
-        network, optimizer, batch, settings = (*made, {})[:4]
-        rule, got = "a loss cell of one process", "one that the compiler partitions, which one process cannot measure"
-        require(not is_semi_auto(network), _OWNER, "network", rule, got, "Give the cell inside.")
+        network, optimizer, batch, settings = _parts_of(made)
+        if is_semi_auto(network):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be a loss cell of one process, but got one that the "
+                f"compiler partitions, which one process cannot measure. Give the cell inside."
+            )
         whole = as_grad_accumulation(_OWNER, network)
         self.inputs = whole.positional(*as_call(_OWNER, batch))
         whole.bind(self.inputs, {})
-        network, axis = whole.network, whole.batch_axis
+        network = whole.network
+        axis = whole.batch_axis
         few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
         self.step = TrainOneStepCell(few, optimizer, **settings)
         self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
@@ -283,10 +310,26 @@ class Training:
         updates = 0
         for _ in range(_MOST_WINDOWS):
             output = self.step(*self.inputs)
-            flushed = self.step.flush()  # With accumulation_steps, the window is still open.
-            updates += (output if flushed is None else flushed).is_updated
+            # With accumulation_steps, the window is still open.
+            output = self.step.flush() or output
+            updates += output.is_updated
             if updates == _UPDATES:
                 return
+
+
+def _parts_of(made: Any) -> tuple[nn.Cell, nn.Cell, Batch, dict[str, Any]]:
+    """Return what the user's function has built. Raise if it is something else."""
+    if isinstance(made, tuple) and len(made) == 3:
+        return (*made, {})
+    if isinstance(made, tuple) and len(made) == 4 and isinstance(made[3], dict):
+        return made
+    got = type(made).__name__
+    if isinstance(made, tuple):
+        got += f" of {len(made)}"
+    raise TypeError(
+        f"For '{_OWNER}', the argument 'build' must be a function that returns (network, optimizer, batch) or "
+        f"(network, optimizer, batch, dict), but got {got}. The dict has settings of TrainOneStepCell."
+    )
 
 
 class FewMicroBatches(GradAccumulation):

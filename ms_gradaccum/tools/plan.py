@@ -12,8 +12,8 @@ from ms_gradaccum.loops.epoch import LastWindow, check_last_window
 from ms_gradaccum.tools.text import aligned
 
 _OWNER = "TrainingPlan"
-# The number of batches is limited, because a plan counts them one by one.
-_MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
+_MOST_BATCHES = 10**8  # A plan counts them one by one.
+_MOST_ROWS = 10**15
 # What each setting counts, and its limit.
 _COUNTS = {
     "dataset_size": ("It counts the rows of the data.", _MOST_ROWS),
@@ -95,45 +95,58 @@ class TrainingPlan:
 
     def __post_init__(self) -> None:
         _check_settings(self)
-        window, batch_size = _window_batches(self), self.batch_size
+        window = _window_batches(self)
         # A dataset repeats its first rows at the end if its rows are not divisible by the ranks.
         rows = -(-self.dataset_size // self.ranks)
-        kept = rows - rows % batch_size if self.drop_remainder else rows
-        rule, got = f"at least one batch of {batch_size} rows on each rank", f"{rows} rows on each"
-        check.require(kept, _OWNER, "dataset_size", rule, got, "Use drop_remainder=False.")
-        per_epoch = -(-kept // batch_size)
+        dropped = rows % self.batch_size if self.drop_remainder else 0
+        used = rows - dropped
+        if used == 0:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'dataset_size' must be at least one batch of {self.batch_size} rows on "
+                f"each rank, but got {rows} rows on each. Use drop_remainder=False."
+            )
+        per_epoch = -(-used // self.batch_size)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        if (most := max(per_epoch, batches)) > _MOST_BATCHES:
-            rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
-            raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {most}. {remedy}")
+        most = max(per_epoch, batches)
+        if most > _MOST_BATCHES:
+            raise ValueError(
+                f"For '{_OWNER}', a training must have at most {_MOST_BATCHES} batches on each rank, but got {most}. "
+                f"Plan fewer epochs, or larger batches."
+            )
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
-        rows_before, rows_until = (at // per_epoch * kept + at % per_epoch * batch_size for at in (first, end))
+
+        def rows_before(batch: Array) -> Array:
+            return batch // per_epoch * used + batch % per_epoch * self.batch_size
+
         # The class is frozen.
         vars(self).update(
             accumulation_steps=window,
-            update_rows=(self.ranks * (rows_until - rows_before)).tolist(),
+            update_rows=(self.ranks * (rows_before(end) - rows_before(first))).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
             updates=len(end),
             updates_per_epoch=int(np.bincount((end - 1) // per_epoch).max(initial=0)),
-            rows_per_update=window * batch_size * self.ranks,
-            micro_batches_per_update=window * min(self.micro_size, batch_size),
+            rows_per_update=window * self.batch_size * self.ranks,
+            micro_batches_per_update=window * min(self.micro_size, self.batch_size),
             unused_batches=batches - int((end - first).sum()),
-            dropped_rows=self.ranks * (rows - kept),
+            dropped_rows=self.ranks * dropped,
         )
 
     def __str__(self) -> str:
+        window = counted(self.accumulation_steps or 1, "batch")
+        micro_batches = counted(self.micro_batches_per_update, "micro batch")
+        epochs = f"{self.batches / self.batches_per_epoch:.4g}"
+        updates = "none: no window is ever whole"
+        if self.updates:
+            sizes = " to ".join(map(str, sorted({min(self.update_rows), max(self.update_rows)})))
+            updates = f"{self.updates}: {self.updates_per_epoch} per epoch, of {sizes} rows"
         per_epoch = counted(self.batches_per_epoch, "batch")
-        window = f"{counted(self.accumulation_steps or 1, 'batch')}, "
-        window += f"{counted(self.micro_batches_per_update, 'micro batch')} on each rank: {self.rows_per_update} rows"
-        sizes = " to ".join(map(str, sorted({min(self.update_rows, default=0), max(self.update_rows, default=0)})))
-        updates = f"{self.updates}: {self.updates_per_epoch} per epoch, of {sizes} rows"
-        epochs = f"{self.batches / self.batches_per_epoch:.4g} of {per_epoch} on each rank"
+        batches = counted(self.batches, "batch")
         lines = [
             ("data", f"{self.dataset_size} rows for {counted(self.ranks, 'rank')} in batches of {self.batch_size}"),
-            ("epochs", f"{epochs}: {counted(self.batches, 'batch')}"),
-            ("window", window),
-            ("updates", updates if self.updates else "none: no window is ever whole"),
+            ("epochs", f"{epochs} of {per_epoch} on each rank: {batches}"),
+            ("window", f"{window}, {micro_batches} on each rank: {self.rows_per_update} rows"),
+            ("updates", updates),
             ("left over", "; ".join(self._left_over()) or "nothing"),
         ]
         return "\n".join(aligned(lines))
@@ -141,7 +154,8 @@ class TrainingPlan:
     def _left_over(self) -> Iterator[str]:
         if self.dropped_rows:
             yield f"{counted(self.dropped_rows, 'row')} of an epoch dropped with its last batch"
-        if rest := self.batches_per_epoch % (self.accumulation_steps or 1):
+        rest = self.batches_per_epoch % (self.accumulation_steps or 1)
+        if rest:
             fate = {"apply": "one more update", "drop": "dropped", "carry": "to the next epoch"}[self.last_window]
             yield f"an epoch has {counted(rest, 'batch')} more than whole windows: {fate}"
         if self.unused_batches:
@@ -154,10 +168,12 @@ def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> 
     length = batches if last_window == "carry" else per_epoch
     starts = np.arange(0, batches, length)
     first = (starts[:, None] + np.arange(0, length, window)).ravel()
-    end = np.minimum(first + window, np.repeat(starts + length, len(first) // len(starts)).clip(max=batches))
+    ends_of_passes = np.repeat(starts + length, len(first) // len(starts)).clip(max=batches)
+    end = np.minimum(first + window, ends_of_passes)
     # Windows after the last batch are empty. An incomplete window makes an update if it is applied.
-    kept = end - first >= (1 if last_window == "apply" else window)
-    return first[kept], end[kept]
+    least = 1 if last_window == "apply" else window
+    is_update = end - first >= least
+    return first[is_update], end[is_update]
 
 
 def _check_settings(plan: TrainingPlan) -> None:
@@ -165,22 +181,32 @@ def _check_settings(plan: TrainingPlan) -> None:
         if getattr(plan, name) is not None or name in ("dataset_size", "batch_size", "ranks", "micro_size"):
             check.check_positive_int(_OWNER, name, getattr(plan, name), remedy, most)
     if (plan.epochs is None) == (plan.steps is None):
-        got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
-        rule = "either epochs or steps must be given"
-        raise ValueError(f"For '{_OWNER}', {rule}, but got {got}. Say how long it trains.")
+        got = "neither"
+        if plan.epochs is not None:
+            got = f"epochs={plan.epochs} and steps={plan.steps}"
+        raise ValueError(
+            f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
+        )
     check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
     check_last_window(_OWNER, plan.last_window)
 
 
 def _window_batches(plan: TrainingPlan) -> int:
     """Return the number of batches of a window."""
-    given, wanted, rows = plan.accumulation_steps, plan.global_batch, plan.batch_size * plan.ranks
+    wanted = plan.global_batch
     if wanted is None:
-        return given or 1
+        return plan.accumulation_steps or 1
+    rows = plan.batch_size * plan.ranks
     steps = wanted // rows
-    nearest = " or ".join(f"{rows * n} (accumulation_steps={n})" for n in (steps, steps + 1) if n)
-    rule = f"a multiple of batch_size * ranks = {rows}"
-    check.require(wanted % rows == 0, _OWNER, "global_batch", rule, wanted, f"Use {nearest}.")
-    rule, fits = f"{steps} for a global_batch of {wanted}", given in (None, steps)
-    check.require(fits, _OWNER, "accumulation_steps", rule, given, "Give one of the two.")
+    if wanted % rows:
+        nearest = " or ".join(f"{rows * n} (accumulation_steps={n})" for n in (steps, steps + 1) if n)
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'global_batch' must be a multiple of batch_size * ranks = {rows}, but got "
+            f"{wanted}. Use {nearest}."
+        )
+    if plan.accumulation_steps not in (None, steps):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'accumulation_steps' must be {steps} for a global_batch of {wanted}, but "
+            f"got {plan.accumulation_steps}. Give one of the two."
+        )
     return steps

@@ -33,10 +33,8 @@ IN_JOB = "MS_GRADACCUM_JOB"
 _PR_SET_PDEATHSIG = 1
 # Loaded here, because a process that was forked from several threads cannot load it.
 _LIBC = ctypes.CDLL(None)
-# The polling interval of a folder. Unit: seconds.
-_MOMENT = 0.2
-# The phase of a rank that has reported.
-_DONE = "done"
+_MOMENT = 0.2  # The polling interval of a folder. Unit: seconds.
+_LAST_WORDS = 3000  # So many characters of a log are shown.
 # The types of errors that are raised again with their type; all others become a RuntimeError.
 _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
 
@@ -44,9 +42,14 @@ _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutErr
 class RankError(Exception):
     """The error of a rank of a job. Its text is the traceback in that rank."""
 
-    def __init__(self, rank: int, kind: str, text: str, line: str, traceback: str) -> None:
-        super().__init__(traceback)
-        self.rank, self.kind, self.text, self.line = rank, kind, text, f"{kind}: {line}"
+    def __init__(self, kind: str, text: str, line: str, traceback: str) -> None:
+        super().__init__(kind, text, line, traceback)
+        self.kind = kind
+        self.text = text
+        self.line = f"{kind}: {line}"
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
 
     def here(self, said: str) -> Exception:
         """Return the error to raise here: an error of this package unchanged, for others `said` and the first line."""
@@ -56,10 +59,7 @@ class RankError(Exception):
 
 
 class EndedError(Exception):
-    """The process of a rank has ended without a report; all processes, if the rank is None."""
-
-    def __init__(self, rank: int | None) -> None:
-        self.rank = rank
+    """A process of a job has ended without a report."""
 
 
 def refuse_inside(owner: str) -> None:
@@ -86,7 +86,7 @@ class Job:
     """Processes that call one function in their own folder, several by msrun. A context manager, which ends them.
 
     ``extra`` returns further environment variables for a folder. ``function``, as ``module:function``, takes a Meeting
-    and the ``task``, and returns a report.
+    and the ``task``, and yields reports.
     """
 
     def __init__(
@@ -96,10 +96,12 @@ class Job:
         task: Mapping[str, object],
         extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> None:
-        self.count, self.mark = count, {IN_JOB: uuid.uuid4().hex}
+        self.count = count
+        self.mark = {IN_JOB: uuid.uuid4().hex}
+        self.received = 0  # The number of reports of each rank that `wait` has returned.
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
-            arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
+            arguments = f"{str(self.folder)!r}, {function!r}, {json.dumps(task)!r}"
             self.process = self._start(arguments, extra(self.folder))
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -111,9 +113,9 @@ class Job:
         places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
         script = self.folder / "worker.py"
         script.write_text(f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({arguments})\n")
+        outside = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
         # The processes are killed at the end, so their temporary files are removed with the folder.
-        outside = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         settings = {**outside, **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
@@ -136,10 +138,15 @@ class Job:
                 preexec_fn=self._end_with_parent,
             )
 
+    @property
+    def _end_signal(self) -> signal.Signals:
+        # msrun ends its processes.
+        return signal.SIGINT if self.count > 1 else signal.SIGKILL
+
     def _end_with_parent(self) -> None:
-        # msrun ends its processes. A background program of a script ignores the signal, and msrun would inherit that.
+        # A background program of a script ignores the signal, and msrun would inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_parent(signal.SIGINT if self.count > 1 else signal.SIGKILL)
+        end_with_parent(self._end_signal)
 
     def __enter__(self) -> "Job":
         return self
@@ -148,45 +155,47 @@ class Job:
         with ExitStack() as ends, suppress(subprocess.TimeoutExpired):  # Clean up even after a second Ctrl-C.
             ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
             ends.callback(self._kill)
-            # msrun ends its processes.
-            self.process.send_signal(signal.SIGINT if self.count > 1 else signal.SIGKILL)
+            self.process.send_signal(self._end_signal)
             self.process.wait(5)
 
-    def wait(self, timeout: float, tell: Callable[[str], None], moment: float = _MOMENT) -> list[dict[str, Any]]:
-        """Return the reports of all ranks. Raise the first RankError, an EndedError or a TimeoutError.
+    def wait(self, timeout: float, watch: Callable[[], None] = lambda: None, moment: float = _MOMENT) -> list[Any]:
+        """Return the next report of each rank. Raise the first RankError, an EndedError or a TimeoutError.
 
-        Meanwhile ``tell`` is called with the current phase, every ``moment`` seconds.
+        Meanwhile ``watch`` is called every ``moment`` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
-            # Read this first, because a process may report and end in between. A process that has ended has failed.
-            over = self.process.poll() is not None
-            ended = [i for i in range(self.count) if _has_ended(self.folder / f"process_{i}")]
-            for path in sorted(self.folder.glob("error_*.json")):
-                raise RankError(**json.loads(path.read_text()))
-            reports = [path for i in range(self.count) if (path := self.folder / f"report_{i}").exists()]
+            # Read this first, because a process may report and end in between.
+            has_ended = self.process.poll() is not None or any(map(self._has_ended, range(self.count)))
+            paths = [self.folder / f"report_{self.received}_{rank}" for rank in range(self.count)]
+            reports = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
+            for report in reports:
+                if isinstance(report, RankError):
+                    raise report
             if len(reports) == self.count:
-                return [pickle.loads(path.read_bytes()) for path in reports]
-            if over or ended:
-                raise EndedError(ended[0] if ended else None)
+                self.received += 1
+                return reports
+            if has_ended:
+                raise EndedError
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.count - len(reports)} of {self.count} processes")
-            tell(self.phase())
+            watch()
             time.sleep(moment)
 
-    def phase(self) -> str:
-        """Return the phase of the first rank that is not done. The first ranks do more than the others."""
-        files = [self.folder / f"phase_{rank}" for rank in range(self.count)]
-        if not all(file.exists() for file in files):
-            return f"starting {self.count} processes"
-        return next((phase for file in files if (phase := file.read_text()) != _DONE), _DONE)
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank is known and has ended."""
+        file = self.folder / f"process_{rank}"
+        try:
+            return file.exists() and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def last_words(self) -> str:
         """Return the end of a process's log, preferably of a failed process."""
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
         texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
-        failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
-        return failed[-3000:]
+        failed = [text for text in texts if "Traceback" in text]
+        return [*failed, *reversed(texts), ""][0][-_LAST_WORDS:]
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -199,59 +208,41 @@ class Job:
                     process.kill()
 
 
-def _has_ended(file: Path) -> bool:
-    """Return whether a file has the number of a process, and that process has ended."""
-    try:
-        return file.exists() and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 class Meeting:
-    """Files with which ranks report and synchronize. On CPU, a collective would time out while others compile."""
+    """The folder of a job in one of its processes, and the reports of its rank."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.rank, self.size = Path(folder), 0, 1
+        self.folder = Path(folder)
+        self.rank = 0
+        self.sent = 0  # The number of reports so far.
 
-    def join(self, rank: int, size: int) -> None:
+    def join(self, rank: int) -> None:
         """Register this process with its rank."""
-        self.rank, self.size = rank, size
-        self.write(f"process_{rank}", str(os.getpid()))
+        self.rank = rank
+        self._write(f"process_{rank}", str(os.getpid()).encode())
 
-    def phase(self, text: str) -> None:
-        self.write(f"phase_{self.rank}", text)
+    def report(self, values: object) -> None:
+        """Give the job the next report of this rank."""
+        self._write(f"report_{self.sent}_{self.rank}", pickle.dumps(values))
+        self.sent += 1
 
-    def report(self, values: Mapping[str, object]) -> None:
-        """Report the results of this rank, and mark it as done."""
-        self.phase(_DONE)
-        self.write(f"report_{self.rank}", pickle.dumps(values))
-
-    def error(self, error: BaseException) -> None:
-        facts = {"rank": self.rank, "kind": type(error).__name__, "text": str(error), "line": first_line(error)}
-        self.write(f"error_{self.rank}.json", json.dumps({**facts, "traceback": traceback.format_exc()}))
-
-    def wait_for(self, name: str) -> None:
-        """Wait until all ranks have reached this point."""
-        self.write(f"at_{name}_{self.rank}", "")
-        while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
-            time.sleep(_MOMENT)
-
-    def write(self, name: str, content: str | bytes) -> None:
+    def _write(self, name: str, content: bytes) -> None:
         """Write a file atomically."""
         partial = self.folder / f"partial_{self.rank}"
-        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+        partial.write_bytes(content)
         partial.rename(self.folder / name)
 
 
 def serve(folder: str, function: str, task: str) -> None:
-    """Call a function in a process of a job, report its result or its error, and wait to be killed."""
+    """Call a function in a process of a job, pass on its reports or its error, and wait to be killed."""
     end_with_parent()
     meeting = Meeting(folder)
     module, _, name = function.partition(":")
     try:
-        meeting.report(getattr(importlib.import_module(module), name)(meeting, **json.loads(task)))
+        for report in getattr(importlib.import_module(module), name)(meeting, **json.loads(task)):
+            meeting.report(report)
     except (Exception, SystemExit) as error:
-        meeting.error(error)
+        meeting.report(RankError(type(error).__name__, str(error), first_line(error), traceback.format_exc()))
     # If one process exits, msrun takes long to end the others, and without a GPU MindSpore would exit with an error.
     while True:
         time.sleep(1e6)

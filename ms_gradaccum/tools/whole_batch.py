@@ -1,4 +1,4 @@
-"""The whole batch in one piece, for comparisons with windows and partitioned programs."""
+"""The whole batch in one piece with MindSpore's own step, and its difference from micro batches with ours."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,119 +6,149 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.tensors import Array, map_tensors
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.gradients.buffer import reciprocal, zeros
 
-Values = dict[str, Array]
+# The smallest scale of a gradient, as a share of the whole: a bias before a normalisation has only rounding.
+_SMALLEST_SHARE = 0.01
+
+
+class Run(NamedTuple):
+    """The results of a training of some updates, with micro batches or with whole batches."""
+
+    losses: list[float]
+    changes: list[Array]  # Of each trainable parameter: its gradient, or how far it has moved.
+    state: dict[int, Array] = {}  # The values of the parameters that forward passes have changed, by their indices.
+    norms: list[float] = []  # Of the gradient, before clipping.
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.losses).all()) and all(np.isfinite(change).all() for change in self.changes)
+
+
+def relative_differences(a: Run, b: Run) -> dict[str, float]:
+    """Return the largest relative difference of the parameters, the losses and the norms of two runs."""
+    return {
+        "parameters": max(parameter_differences(a, b)),
+        "losses": _of_numbers(a.losses, b.losses),
+        "norms": _of_numbers(a.norms, b.norms),
+    }
+
+
+def largest_difference(a: Run, b: Run) -> float:
+    return max(relative_differences(a, b).values())
+
+
+def parameter_differences(a: Run, b: Run) -> list[float]:
+    """Return, per parameter, the norm of the difference of its changes, relative to the larger of the two."""
+    floor = _SMALLEST_SHARE * max(total_norm(a.changes), total_norm(b.changes))
+    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
+        return [relative(norm_of(x - y), max(floor, norm_of(x), norm_of(y))) for x, y in zip(a.changes, b.changes)]
+
+
+def _of_numbers(a: Sequence[float], b: Sequence[float]) -> float:
+    return max((relative(abs(x - y), max(abs(x), abs(y))) for x, y in zip(a, b)), default=0.0)
+
+
+def relative(difference: float, scale: float) -> float:
+    """Return ``difference / scale``, 0 for 0 / 0, and Inf for a NaN, which no limit allows."""
+    if difference == 0:
+        return 0.0
+    quotient = difference / scale if scale else math.inf
+    return math.inf if math.isnan(quotient) else quotient
+
+
+def norm_of(array: Array) -> float:
+    return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
+
+
+def total_norm(arrays: Iterable[Array]) -> float:
+    """Return the L2 norm of some arrays as one vector."""
+    return math.hypot(*map(norm_of, arrays))
+
+
+class WholeBatch:
+    """MindSpore's own step on whole batches, op by op or compiled. Without an optimizer it only takes the gradient.
+
+    Errors of the compiler name ``owner`` and lines of the user's ``code``.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        loss_cell: nn.Cell,
+        parameters: Sequence[Parameter],
+        optimizer: nn.Cell | None = None,
+        clip: object = None,
+        code: nn.Cell | None = None,
+        compiles: bool = False,
+    ) -> None:
+        self.optimizer = _KeepsGradient(parameters, optimizer, clip)
+        cell = nn.TrainOneStepCell(loss_cell, self.optimizer)
+        cell.grad_reducer = nn.Identity()  # The batch is that of this process, also in a job.
+        self.step: Eager | Compiled
+        if runs_eagerly(compiles):
+            self.step = Eager(cell, True)
+        else:
+            self.step = Compiled(lambda: cell, owner, "the network", code, needs_fixed=True)
+
+    def train(self, *tensors: object) -> tuple[float, list[Array]]:
+        """Train on a batch. Return its mean loss and its gradient before clipping."""
+        loss = self.step(*tensors)
+        return float(loss.asnumpy()), [grad.asnumpy().copy() for grad in self.optimizer.kept]
 
 
 class MeanLoss(nn.Cell):
-    """The mean loss of some rows, and its weight."""
+    """The mean loss of some rows, from their sum and weight."""
 
     def __init__(self, weighted_loss: WeightedLoss) -> None:
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
-
-    def construct(self, *tensors: object) -> tuple[Tensor, Tensor]:
-        sums = self.weighted_loss(ONE, *tensors)
-        return sums[0] * reciprocal(sums[1]), sums[1]
-
-
-class WholeBatch(nn.Cell):
-    """The mean loss of some rows, its weight and its gradient."""
-
-    def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_and_grads = ops.value_and_grad(MeanLoss(weighted_loss), None, parameters, has_aux=True)
         self._get_attr_from_cell(weighted_loss.network)
 
-    def construct(self, *tensors: object) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        (loss, weight), grads = self.loss_and_grads(*tensors)
-        return loss, weight, map_tensors(_dense, grads)
+    def construct(self, *tensors: object) -> Tensor:
+        sums = self.weighted_loss(ONE, *tensors)
+        return sums[0] * reciprocal(sums[1])
 
 
-_dense = ops.MultitypeFuncGraph("dense_gradient")
+class _KeepsGradient(nn.Cell):
+    """An optimizer, or none, behind MindSpore's own functions for the clip of a step. It keeps the gradient."""
 
-
-@_dense.register("Tensor")
-def _keep(grad: Tensor) -> Tensor:
-    return grad
-
-
-@_dense.register("RowTensor")
-def _scatter(grad: Any) -> Tensor:
-    # The gradient of a sparse lookup contains the rows that were read. A row can occur more than once.
-    return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
-
-
-class LossOnly(nn.Cell):
-    """The mean loss of a network as its only output, for MindSpore's steps."""
-
-    def __init__(self, network: GradAccumulation) -> None:
+    def __init__(self, parameters: Sequence[Parameter], optimizer: nn.Cell | None, clip: object) -> None:
         super().__init__(auto_prefix=False)
-        self.mean_loss = MeanLoss(network.whole_loss_of())
+        self.parameters = ParameterTuple(parameters)
+        # MindSpore's step could return the gradient, too, but a graph would loop over it, and fail for 1000 parameters.
+        self.kept = ParameterTuple(zeros(f"whole.{i}", each.shape) for i, each in enumerate(parameters))
+        self.optimizer = optimizer
+        self.max_norm = getattr(clip, "max_norm", None)
+        self.limit = getattr(clip, "limit", None)
 
-    def construct(self, *inputs: object) -> Tensor:
-        return self.mean_loss(*inputs)[0]
-
-
-class ClippedOptimizer(nn.Cell):
-    """An optimizer whose gradient is first clipped by MindSpore's own functions, with the settings of a step's clip."""
-
-    def __init__(self, optimizer: nn.Cell, clip: object) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer, self.parameters = optimizer, optimizer.parameters
-        self.max_norm, self.limit = getattr(clip, "max_norm", None), getattr(clip, "limit", None)
-
-    def construct(self, grads: tuple[Tensor, ...]) -> Tensor:
+    def construct(self, grads: tuple[Any, ...]) -> Any:
+        done = map_tensors(_assign_dense, self.kept, grads)
+        if self.optimizer is None:
+            return done
         if self.limit is not None:
             grads = ops.clip_by_value(grads, -self.limit, self.limit)
         elif self.max_norm is not None:
             grads = ops.clip_by_global_norm(grads, self.max_norm)
-        return self.optimizer(grads)
+        return done, self.optimizer(grads)
 
 
-class Difference(NamedTuple):
-    """The largest difference of a parameter's element, the largest change by training, and the parameter's name."""
-
-    difference: float
-    moved: float
-    farthest: str
+_assign_dense = ops.MultitypeFuncGraph("assign_dense_gradient")
 
 
-def values_of(network: nn.Cell) -> Values:
-    """Return the trainable parameters of a network by their indices, since a step may rename them."""
-    return {str(i): parameter.asnumpy().copy() for i, parameter in enumerate(network.trainable_params())}
+@_assign_dense.register("Tensor", "Tensor")
+def _assign(kept: Parameter, grad: Tensor) -> Tensor:
+    return ops.assign(kept, as_dtype(grad, ms.float32))
 
 
-def train_whole(
-    loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[object]], norms: bool = True
-) -> list[tuple[float, float]]:
-    """Train with MindSpore's own step. Return each batch's loss and gradient norm (0 without ``norms``)."""
-    # In a graph, MindSpore loops over the gradients that it returns, so they must be few.
-    step = nn.TrainOneStepCell(loss_cell, optimizer, return_grad=norms)
-    reports = []
-    for batch in batches:
-        loss, grads = step(*batch) if norms else (step(*batch), {})
-        norm = math.hypot(*(np.linalg.norm(grad.asnumpy().ravel()) for grad in grads.values()))
-        reports.append((float(loss.asnumpy()), norm))
-    return reports
-
-
-def compare(values: Values, whole: Values, start: Values) -> Difference:
-    """Compare the parameters after a training with those of the whole batch."""
-    apart, moved = (
-        {name: float(np.abs(value - each[name]).max(initial=0.0)) for name, value in whole.items()}
-        for each in (values, start)
-    )
-    return Difference(apart[worst(apart)], max(moved.values()), worst(apart))
-
-
-def worst(differences: dict[str, float]) -> str:
-    """Return the name of the largest difference, or of one that is NaN."""
-    return max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
+@_assign_dense.register("Tensor", "RowTensor")
+def _scatter(kept: Parameter, grad: Any) -> Tensor:
+    # The gradient of a sparse lookup contains the rows that were read. A row can occur more than once.
+    rows = ops.cast(grad.values, ms.float32)
+    return ops.assign(kept, ops.unsorted_segment_sum(rows, grad.indices, grad.dense_shape[0]))

@@ -23,7 +23,6 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
-from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
@@ -41,8 +40,6 @@ _SPLIT_THEMSELVES = {
     "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
-# The beginnings of errors that need no hint about the split.
-_SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 _OTHER_STEP = (
     "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
     "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
@@ -209,17 +206,6 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def head(self, error: BaseException) -> None:
         """Make an error of a batch begin with the class that the user called."""
         error.args = tuple(self.with_owner(each) if isinstance(each, str) else each for each in error.args)
-
-    def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> bool:
-        """Add to an error of a micro batch, after its first line, which inputs may be split by mistake, if any."""
-        text = error.args[0] if error.args else None
-        if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
-            return True
-        hint = hint_of_split(self, text, inputs)
-        if hint:
-            first, _, rest = text.partition("\n")
-            error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
-        return bool(hint)
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""

@@ -5,7 +5,6 @@ times factor is the number of rows, so the sums are the same for each choice of 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import mindspore as ms
@@ -42,7 +41,9 @@ def share_and_factor(start: BackwardStart, rows: Any, batch_rows: Any) -> tuple[
     """Return the share of the loss and the factor of the gradients. The rows are numbers or, in a graph, tensors."""
     if start == "sum":
         return rows, ONE
-    return (ONE, rows) if start == "mean" else (rows / batch_rows, batch_rows)
+    if start == "mean":
+        return ONE, rows
+    return rows / batch_rows, batch_rows
 
 
 def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Tensor, ...]:
@@ -61,8 +62,17 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
     """Return whether MindSpore may divide a gradient by the rows of the process's first batch (`BCEWithLogitsLoss`)."""
     code = NetworkCode(network)
-    has_loss = any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
-    return has_loss or "binary_cross_entropy_with_logits" in code.names
+    if "binary_cross_entropy_with_logits" in code.names:
+        return True
+    return any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
+
+
+def is_half(network: nn.Cell, precision: Precision) -> bool:
+    """Return whether a network computes in 16 bits, or its loss is scaled."""
+    cells = [cell for _, cell in network.cells_and_names()]
+    is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
+    scales: bool = precision.loss_scale.scales
+    return is_converted or scales
 
 
 class MicroLoss(nn.Cell):
@@ -70,18 +80,19 @@ class MicroLoss(nn.Cell):
 
     def __init__(self, weighted_loss: WeightedLoss, precision: Precision, divides: bool) -> None:
         super().__init__(auto_prefix=False)
-        network, self.loss_scale, self.weighted_loss = weighted_loss.network, precision.loss_scale, weighted_loss
-        cells = [cell for _, cell in network.cells_and_names()]
-        # True if the network computes in 16 bits, or its loss is scaled.
-        is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
-        self.half = is_converted or precision.loss_scale.scales
+        network = weighted_loss.network
+        self.loss_scale = precision.loss_scale
+        self.weighted_loss = weighted_loss
+        self.half = is_half(network, precision)
         # True if a loss with its own weight is divided by that weight before the backward pass.
         self.divides = divides and self.half and not weighted_loss.counts_rows
         self._get_attr_from_cell(network)
 
     def construct(self, share: object, *tensors: object) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
-        start = outputs[0] / ops.maximum(ops.stop_gradient(outputs[1]), ONE) if self.divides else outputs[0]
+        start = outputs[0]
+        if self.divides:
+            start = start / ops.maximum(ops.stop_gradient(outputs[1]), ONE)
         if self.half:
             start = start * self.loss_scale.value()
         return (start, *outputs)
@@ -90,21 +101,27 @@ class MicroLoss(nn.Cell):
 class AddMicroBatch(nn.Cell):
     """Add the outputs of a `MicroLoss` and its gradients to the optimizers' buffers. It contains no user code."""
 
-    may_be_empty = (
-        False  # True if a micro batch may have the weight 0 and, as a mean over nothing, NaN in its gradient.
-    )
+    # True if a micro batch may have the weight 0 and, as a mean over nothing, NaN in its gradient.
+    may_be_empty = False
 
     def __init__(self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.reducers, self.buffer = nn.CellList(reducers, auto_prefix=False), reducers[0].buffer
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
+        self.buffer = reducers[0].buffer
         self.counts_rows = loss is None or loss.weighted_loss.counts_rows
         self.divides = loss is not None and loss.divides
         # True if the loss returns further values that are passed on.
         self.has_notes = loss is not None and loss.weighted_loss.is_prepared
-        parameters = [reducer.replicas() for reducer in reducers]
-        ends = [*accumulate(map(len, parameters), initial=0)]
-        self.bounds = tuple(zip(ends, ends[1:]))
-        self.drops, self.chunks = drop_non_finite, chunks_of([each.size for each in sum(parameters, ())])
+        self.drops = drop_non_finite
+        # The begin and end of each reducer's gradients among all gradients.
+        bounds = []
+        sizes: list[int] = []
+        for reducer in reducers:
+            begin = len(sizes)
+            sizes += [each.size for each in reducer.replicas()]
+            bounds.append((begin, len(sizes)))
+        self.bounds = tuple(bounds)
+        self.chunks = chunks_of(sizes)
         # False for gradients from the caller, who may leave out the loss: it is NaN then.
         self.checks_loss = loss is not None
         # True if gradients are reduced before they are added, so that this rank's factor must be applied first.
@@ -156,9 +173,14 @@ class AddMicroBatch(nn.Cell):
                 own = ops.depend(chunk_of(grads, begin, end), done)
                 if self.scales_first:
                     own = map_tensors(ops.partial(scale_wide, factor), own)
+                    factor_of_sum = ONE
+                else:
+                    factor_of_sum = factor
                 own = reducer.reduce_scatter_micro_batch(own)
-                done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
-        notes: tuple[Tensor, ...] = others if self.has_notes else ()
+                done = reducer.buffer.add(loss_sum, weight, own, factor_of_sum)
+        notes: tuple[Tensor, ...] = ()
+        if self.has_notes:
+            notes = others
         # The compiler needs a token that depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
@@ -200,8 +222,9 @@ class StepParts(NamedTuple):
         adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
         adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
-        # Gradients of all ranks have the same factor, for any number of rows per rank.
-        start: BackwardStart = "sum" if grads_are_reduced else backward_start_of(loss, micro_loss.half, eager)
+        start: BackwardStart = "sum"  # Then gradients of all ranks have the same factor, for any rows per rank.
+        if not grads_are_reduced:
+            start = backward_start_of(loss, micro_loss.half, eager)
         return StepParts(micro_loss, parameters, adding, start)
 
 
@@ -212,7 +235,10 @@ class MicroStep(nn.Cell):
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(auto_prefix=False)
-        self.micro_loss, self.parameters, self.adding, self.backward_start = parts
+        self.micro_loss = parts.micro_loss
+        self.parameters = parts.parameters
+        self.adding = parts.adding
+        self.backward_start = parts.backward_start
         self.scales = self.backward_start != "sum" or self.micro_loss.half
         self.loss_and_grads = ops.value_and_grad(self.micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(self.micro_loss.weighted_loss.network)
@@ -221,8 +247,8 @@ class MicroStep(nn.Cell):
         """Return the loss sum and the weight of this micro batch, and an ordering token."""
         outputs, grads = self.loss_and_grads(share, *tensors)
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
-        # A constant factor of 1 is free.
-        factor = factor if self.scales else ONE
+        if not self.scales:
+            factor = ONE  # A constant factor of 1 is free.
         outputs = self.adding.added(loss_sum, weight, factor, grads, outputs[3:])
         if self.is_pooled:
             outputs = (outputs[0], outputs[1], in_thread_pool(outputs[2])) + outputs[3:]
@@ -238,17 +264,26 @@ class EagerMicroStep:
     has_run = False  # True if the last call has started to add gradients.
 
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
-        self.micro_loss, self.parameters, adding, self.backward_start = parts
+        self.micro_loss = parts.micro_loss
+        self.parameters = parts.parameters
+        self.backward_start = parts.backward_start
         self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
-        self.reducer, self.is_last = adding.reducers[0], is_last
-        self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
+        self.reducer = parts.adding.reducers[0]
+        self.is_last = is_last
+        self.adding = Compiled(lambda: parts.adding, owner, "the sum of the gradients")
         # A network that accumulates its own gradients hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
+
+    @property
+    def cell(self) -> "EagerMicroStep":
+        """The micro step, as that of a `Compiled`."""
+        return self
 
     def begin_batch(self, structure: SequenceOf, micro_batches: int) -> None:
         loss = self.micro_loss.weighted_loss
         is_mean = loss.counts_rows and not loss.is_prepared and self.backward_start != "sum"
-        self.structure, self.is_whole = structure, is_mean and micro_batches == 1
+        self.structure = structure
+        self.is_whole = is_mean and micro_batches == 1
         self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -259,10 +294,13 @@ class EagerMicroStep:
         values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
         try:
-            outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
-            return (*values[:2], NOTHING) if self.gives_mean else outputs
+            inputs = (*values, *grads) if self.adds_grads else values
+            outputs: tuple[Tensor, ...] = self.adding(factor, *inputs)
         finally:
             self.has_run = self.adding.has_run
+        if self.gives_mean:
+            return (*values[:2], NOTHING)
+        return outputs
 
     def _values_and_grads(self, share: Tensor, tensors: Outputs) -> tuple[Sequence[Tensor], Outputs]:
         """Return the outputs of `WeightedLoss` and the gradients."""

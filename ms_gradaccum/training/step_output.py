@@ -169,7 +169,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as a NamedTuple does."""
-        other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
+        other = type(self)(**{**self._report._asdict(), "other_losses": self._others, **fields})
         for field, name in (("updated", "is_updated"), ("overflow", "has_overflow")):
             if field not in fields and name in vars(self):
                 vars(other)[name] = vars(self)[name]

@@ -1,12 +1,14 @@
 """The order of an update, which only this file defines."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import warn
+from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
@@ -16,7 +18,7 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput, items_of
+from ms_gradaccum.training.step_output import StepOutput, items_of, with_all_rates, with_one_norm
 from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
@@ -25,6 +27,110 @@ NO_END = (
     f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but this "
     f"device has no errors in a larger graph. Look at the outputs' `overflow`."
 )
+
+
+class WindowReduction(nn.Cell):
+    """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
+
+    def __init__(self, owner: str, optimizer: nn.Cell, reducer: GradientReducer, loss_scale: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+        self.reducer = reducer
+        self.buffer = reducer.buffer
+        self.loss_scale = loss_scale
+        self.learning_rate = LearningRate(optimizer)
+        # The keys are flags: the graph contains the learning rate, which is user code.
+        self.compiled_reports: dict[bool, Compiled] = {}
+        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
+
+    def named(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
+        """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
+        reduced = ops.depend(self.reducer.reduce(), done)
+        norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
+        rate = Tensor(math.nan, ms.float32)
+        if has_rate:
+            rate = self.learning_rate()
+        reduced = reduced, done
+        inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
+        loss = ops.depend(self.buffer.loss * inverse, reduced)
+        weight = ops.depend(self.buffer.weight + 0.0, reduced)
+        # Divide the norm of the sums by the weight, which saves a pass over the gradient.
+        norm = norm * self.loss_scale.unscaled(inverse)
+        overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
+        bad = overflow
+        if self.buffer.dropped is not None:
+            dropped = ops.depend(self.buffer.dropped + 0.0, reduced)
+            bad = ops.logical_or(bad, ops.greater(dropped, 0.0))
+            has_no_weight = ops.logical_not(ops.greater(weight, 0.0))
+            # All micro batches were dropped.
+            overflow = ops.logical_or(overflow, ops.logical_and(bad, has_no_weight))
+        report = {"loss": loss, "overflow": overflow, "loss_scale": self.loss_scale.value(), "updated": updated}
+        report["grad_norm"] = norm
+        report["clipped_grad_norm"] = norm
+        report["learning_rate"] = rate
+        report["weight"] = weight
+        return bad, report
+
+    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+        """Return what `named` does as a flat tuple, for the host."""
+        bad, report = self.named(has_rate, done)
+        return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
+
+    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput for the open window, after ``done``."""
+        loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
+        weight = ops.depend(self.buffer.weight + 0.0, done)
+        no = Tensor(False)
+        report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
+        return items_of(report, self.buffer.other_losses_after(done))
+
+    def run(self, is_eager: bool) -> tuple[Tensor, StepOutput]:
+        """Run `report` from the host, for an optimizer that runs op by op or not."""
+        has_rate = not is_eager
+        if has_rate not in self.compiled_reports:
+            self.compiled_reports[has_rate] = Compiled(
+                lambda: Method(self, "report", has_rate), self.owner, "the report"
+            )
+        is_bad, *items = self.compiled_reports[has_rate](NOTHING)
+        output = StepOutput(*items)
+        if is_eager:
+            output = output._replace(learning_rate=self.learning_rate.before_update())
+        return is_bad, output
+
+    def run_partial_report(self) -> StepOutput:
+        """Run `partial_report` from the host."""
+        return StepOutput(*self.compiled_partial_report(NOTHING))
+
+
+class BuiltUpdates:
+    """The updates of an optimizer, each built for the first window that needs it."""
+
+    def __init__(self, update: Update, settings: StepSettings) -> None:
+        self.update = update
+        self.settings = settings
+        # In PYNATIVE mode, too.
+        self.compiles = settings.compiles or compiles_itself(update.optimizer)
+        # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
+        self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
+
+    def build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
+        """Build the update of a window with this clip of the caller."""
+        update = self.update
+        if clip is not None:
+            settings = replace(self.settings, clip=clip)
+            update = Update(update.optimizer, update.reducer, settings, update.handed_scale)
+            like_mode(update, self.update)
+        update.needs_call = needs_call(update.optimizer)
+        built: Compiled | EagerUpdate
+        if is_eager:
+            built = EagerUpdate(self.settings.owner, update)
+        else:
+            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
+        self.built[type(clip), is_eager] = built
+        return built
+
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
+        return [each for each in self.built.values() if isinstance(each, Compiled)]
 
 
 class WindowEnd(nn.Cell):
@@ -38,68 +144,21 @@ class WindowEnd(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.settings, self.owner, self.loss_scale = settings, settings.owner, settings.precision.loss_scale
-        self.reducer, self.buffer = reducer, reducer.buffer
-        # In PYNATIVE mode, too.
-        self.compiles = settings.compiles or compiles_itself(optimizer)
-        self.learning_rate = LearningRate(optimizer)
+        self.loss_scale = settings.precision.loss_scale
+        self.reducer = reducer
+        self.buffer = reducer.buffer
+        self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
         self.progress = OptimizerProgress(optimizer)
-        self.eager = False  # True if the optimizer runs op by op in the current window.
+        self.update = Update(optimizer, reducer, settings, scale_for(settings.owner, optimizer, self.loss_scale))
+        self.updates = BuiltUpdates(self.update, settings)
+        # True if the optimizer runs op by op in the current window. Set by `reduce`.
+        self.is_eager = False
         self.has_updated = True  # False if the optimizer has left out its last update.
-        self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
-        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
-        # The keys are flags: the graph contains the learning rate, which is user code.
-        self.reports: dict[bool, Compiled] = {}
-        # The keys are the kind of the caller's clip (None: the window's own), and a flag for an `EagerUpdate`.
-        self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         self.can_raise = graphs_can_raise()
-        self.broken = broken_gradient(self.owner)
-        # True if the loss scale was too large for the last window, or for a micro batch that was dropped.
-        self.is_bad = Tensor(False)
-
-    def measure(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the first half in a graph. Return True for a loss scale that was too large, and the report by name."""
-        reduced = ops.depend(self.reducer.reduce(), done)
-        norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
-        rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
-        reduced = reduced, done
-        inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
-        loss = ops.depend(self.buffer.loss * inverse, reduced)
-        weight = ops.depend(self.buffer.weight + 0.0, reduced)
-        # Divide the norm of the sums by the weight, which saves a pass over the gradient.
-        norm = norm * self.loss_scale.unscaled(inverse)
-        overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
-        bad = overflow
-        if self.buffer.dropped is not None:
-            bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
-            # All micro batches were dropped.
-            overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(ops.greater(weight, 0.0))))
-        report = {"loss": loss, "overflow": overflow, "loss_scale": self.loss_scale.value(), "updated": updated}
-        report["grad_norm"] = norm
-        report["clipped_grad_norm"] = norm
-        report["learning_rate"] = rate
-        report["weight"] = weight
-        return bad, report
-
-    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
-        """Return what `measure` does as a flat tuple, for the host."""
-        bad, report = self.measure(has_rate, done)
-        return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
-
-    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
-        """Return the items of a StepOutput for the open window, after ``done``."""
-        loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
-        weight = ops.depend(self.buffer.weight + 0.0, done)
-        no = Tensor(False)
-        report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
-        return items_of(report, self.buffer.other_losses_after(done))
-
-    def run_partial_report(self) -> StepOutput:
-        """Return `partial_report` from the host."""
-        return StepOutput(*self.compiled_partial_report(NOTHING))
+        self.broken = broken_gradient(settings.owner)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
@@ -107,12 +166,12 @@ class WindowEnd(nn.Cell):
         if batches >= batches_of_window:
             output = self.construct(batches)
         else:
-            output = self.partial_report(batches)
+            output = self.reduction.partial_report(batches)
         return output
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        bad, report = self.measure(True, done)
+        bad, report = self.reduction.named(True, done)
         others = self.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
@@ -141,52 +200,163 @@ class WindowEnd(nn.Cell):
         return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        updates = [each for each in self.updates.values() if isinstance(each, Compiled)]
-        return [self, self.update, self.compiled_partial_report, *self.reports.values(), *updates]
+        reduction = self.reduction
+        return [
+            self,
+            self.update,
+            reduction.compiled_partial_report,
+            *reduction.compiled_reports.values(),
+            *self.updates.compiled_cells(),
+        ]
 
-    def reduce(self) -> StepOutput:
-        """Run the first half from the host."""
-        count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
+    def reduce(self) -> tuple[Tensor, StepOutput]:
+        """Run the first half from the host. Return whether the loss scale was too large, and the report."""
+        count = len(self.update.optimizer.parameters)
+        known = len(self.reducer.parameters)
         if count != known:
-            got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
-            raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
-        self.eager = runs_eagerly(self.compiles)
-        has_rate = not self.eager
-        if has_rate not in self.reports:
-            self.reports[has_rate] = Compiled(lambda: Method(self, "report", has_rate), self.owner, "the report")
-        self.is_bad, *items = self.reports[has_rate](NOTHING)
-        output = StepOutput(*items)
-        return output._replace(learning_rate=self.learning_rate.before_update()) if self.eager else output
+            raise ValueError(
+                f"For '{self.reduction.owner}', the argument 'optimizer' must be one whose parameters stay the same, "
+                f"but got {count} where it had {known}. Build a new step after add_param_group()."
+            )
+        self.is_eager = runs_eagerly(self.updates.compiles)
+        return self.reduction.run(self.is_eager)
 
     def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
-        limit = () if clip is None else clip.inputs()
-        key = None if clip is None else type(clip), self.eager
-        if key not in self.updates:
-            update = self.update
-            if clip is not None:
-                settings = replace(self.settings, clip=clip)
-                update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
-                like_mode(update, self.update)
-            update.needs_call = needs_call(update.optimizer)
-            if self.eager:
-                self.updates[key] = EagerUpdate(self.owner, update)
-            else:
-                self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")
-        run, rate = self.updates[key], output.learning_rate
+        inputs = [output.grad_norm]
+        if clip is not None:
+            inputs += clip.inputs()
+        run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
+        rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
-        if self.eager and self.learning_rate.is_recorded:
-            with self.learning_rate.recording() as recorded:
-                clipped_norm = run(output.grad_norm, *limit)
+        if self.is_eager and self.reduction.learning_rate.is_recorded:
+            with self.reduction.learning_rate.recording() as recorded:
+                clipped_norm = run(*inputs)
             rate = recorded()
         else:
-            clipped_norm = run(output.grad_norm, *limit)
+            clipped_norm = run(*inputs)
         if self.reducer.is_distributed:
             self.reducer.check_replicas()
         self.has_updated = before is None or self.progress.has_updated(before, output.grad_norm, rate)
         if not self.has_updated:
             output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+
+
+class WindowEnds:
+    """The ends of a window for all optimizers of its network, with one norm, one decision and one loss scale."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[nn.Cell],
+        reducers: Sequence[GradientReducer],
+        settings: StepSettings,
+        advisor: SilentAdvisor,
+    ) -> None:
+        self.reducers = reducers
+        self.settings = settings
+        self.advisor = advisor
+        self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
+        self.overflows_in_a_row = 0
+        # The reports on the full window, from `reduce` until the window is reset. Otherwise empty.
+        self.outputs: list[StepOutput] = []
+        # True if the loss scale was too large for the window, or for a micro batch that was dropped. Set by `reduce`.
+        self.is_bad = Tensor(False)
+
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
+        cells: list[nn.Cell | Compiled] = []
+        for end in self.of_optimizers:
+            cells += end.compiled_cells()
+        return cells
+
+    def partial_output(self) -> StepOutput:
+        return self.of_optimizers[0].reduction.run_partial_report()
+
+    def reduce(self) -> None:
+        """Reduce the sums of a full window, and report on it."""
+        if self.reducers[0].grads_are_reduced:
+            self.reducers[0].check_window(self.settings.owner)
+        outputs: list[StepOutput] = []
+        for end in self.of_optimizers:
+            is_bad, output = end.reduce()
+            if not outputs:
+                self.is_bad = is_bad
+            outputs.append(output)
+        self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
+
+    def finish(self, clip: Clip | None) -> StepOutput:
+        """Update or skip the window, and clear the buffers. Return the report."""
+        if self.reducers[0].grads_are_reduced:
+            self.reshard()
+        updated = self.outputs[0].is_updated
+        outputs: list[StepOutput] = []
+        if updated:
+            try:
+                for end, output in zip(self.of_optimizers, self.outputs):
+                    outputs.append(end.finish(output, clip))
+            except BaseException:
+                if outputs:
+                    self._warn_of_half_an_update(len(outputs) + 1)
+                raise
+        else:
+            outputs = self._skip()
+        if self.settings.precision.loss_scale.searches:
+            self._adjust_scale(updated, outputs)
+        self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
+        if self.overflows_in_a_row >= MAX_OVERFLOWS:
+            # No smaller loss scale can repair such a gradient.
+            self.overflows_in_a_row = 0
+            raise RuntimeError(broken_gradient(self.settings.owner))
+        if len(outputs) == 1:
+            return outputs[0]
+        return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
+
+    def reshard(self) -> None:
+        """Cut the parameters that an evaluation has left whole."""
+        for reducer in self.reducers:
+            reducer.reshard()
+
+    def _warn_of_half_an_update(self, number: int) -> None:
+        warn(
+            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed, but "
+            f"those before it have updated already, and the window is gone. Load a state from before it."
+        )
+
+    def _skip(self) -> list[StepOutput]:
+        """Clear the buffers without an update. Return the reports."""
+        outputs = self.outputs
+        first = outputs[0]
+        if self.reducers[0].is_distributed and float(first.weight.asnumpy()) == -math.inf:
+            warn(
+                f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
+                f"See the log of that rank."
+            )
+            self.is_bad = Tensor(False)
+            outputs = [output._replace(**_nothing()) for output in outputs]
+        elif first.has_overflow:
+            self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
+        for reducer in self.reducers:
+            reducer.buffer.clear()
+        return outputs
+
+    def _adjust_scale(self, updated: bool, outputs: list[StepOutput]) -> None:
+        """Let the loss scale follow the window."""
+        bad = self.is_bad
+        if len(outputs) > 1:  # Another optimizer may have an overflow.
+            bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
+        self.settings.precision.loss_scale.adjust(updated, bad)
+
+
+def _nothing() -> dict[str, Tensor]:
+    """Return the fields of a report on a window without a batch."""
+    unknown = Tensor(math.nan, ms.float32)
+    return {
+        "overflow": Tensor(False),
+        "weight": Tensor(0.0, ms.float32),
+        "loss": unknown,
+        "grad_norm": unknown,
+        "clipped_grad_norm": unknown,
+    }
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ def measured(monkeypatch):
     found = []
     measure = LossMeasurement._measure
     monkeypatch.setattr(
-        LossMeasurement, "_measure", lambda self, *args: (found.append(self.batches), measure(self, *args))[1]
+        LossMeasurement, "_measure", lambda self, *args: (found.append(self.schedule.batches), measure(self, *args))[1]
     )
     return found
 
@@ -656,7 +656,9 @@ def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
     model = Model(GradAccumulation(cell, 4), optimizer=nn.SGD(cell.trainable_params(), 1e-4))
     data = ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(8)
     (said,) = said_by(lambda: model.train(1, data, dataset_sink_mode=True))
-    assert "the loss of two micro batches together" in said and not model.train_network.body.is_unmeasured
+    assert (
+        "the loss of two micro batches together" in said and not model.train_network.body.window.advisor.is_unmeasured
+    )
 
 
 # ---- no false alarm

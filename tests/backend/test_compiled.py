@@ -35,15 +35,15 @@ def test_both_modes_run_compiled_graphs_if_told_so_and_stay_as_they_were(mode):
     step = line_step(compile=True)
     with compilations() as compiled:
         step(*BATCH)
-        assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
+        assert sorted(compiled) == ["MicroStep", "Update", "WindowReduction.report"]
         step(*BATCH)
         step.set_train()(*BATCH)
     # MindSpore's own step starts out of training mode, too. Each mode has a graph, and both are kept.
-    assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
+    assert sorted(compiled) == ["MicroStep", "Update", "WindowReduction.report"]
     with compilations() as compiled:
         step.set_train(False)(*BATCH)
         step.set_train()(*BATCH)
-    assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
+    assert sorted(compiled) == ["MicroStep", "Update", "WindowReduction.report"]
     assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
 
 
@@ -80,7 +80,7 @@ def test_pynative_mode_compiles_what_holds_no_code_of_the_users(caplog):
     with compilations() as compiled:
         for _ in range(3):
             step(*BATCH)
-    graphs = ["AddMicroBatch", "Update.end", "Update.mean_gradients", "WindowEnd.report"]
+    graphs = ["AddMicroBatch", "Update.end", "Update.mean_gradients", "WindowReduction.report"]
     assert sorted(compiled) == graphs
     assert optimizer.runs == 3 and optimizer.gradients() == [GRADIENT]
     # One line of the log says how to find out whether compiling all of it gives the same.
@@ -413,12 +413,12 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
     step(*BATCH)
     if when == "after the first call":
         step.set_jit_config(config)
-    cells = [compiled.cell for compiled in step.body.window.micro_steps.by_structure.values()]
+    cells = [compiled.cell for compiled in step.body.window.micro_steps.steps.compiled.values()]
     if when != "on the network":
         cells += [
             step.body.micro_step,
-            *(compiled.cell for compiled in step.body.end.reports.values()),
-            *(compiled.cell for compiled in step.body.end.updates.values()),
+            *(compiled.cell for compiled in step.body.end.reduction.compiled_reports.values()),
+            *(compiled.cell for compiled in step.body.end.updates.built.values()),
             step.body.window.micro_steps.empty_step.cell,
         ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)

@@ -128,7 +128,7 @@ def runs_in_the_pool(step):
     """Return whether all micro steps that have run are graphs with a condition."""
     found = {
         ("Switch" in operators(c.cell, c.cell.current_phase))
-        for c in step.body.window.micro_steps.by_structure.values()
+        for c in step.body.window.micro_steps.steps.compiled.values()
     }
     assert len(found) == 1
     return found.pop()
@@ -170,7 +170,7 @@ def test_the_first_batch_decides():
     with compilations() as compiled:
         step(Tensor(np.ones((4, 400), np.float32)))
     assert compiled == ["MicroStep"]
-    assert len(step.body.window.micro_steps.by_structure) == 1
+    assert len(step.body.window.micro_steps.steps.compiled) == 1
     assert runs_in_the_pool(step)
 
 
@@ -180,7 +180,7 @@ def test_not_among_several_processes(monkeypatch):
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
     monkeypatch.setattr(step.body.window.reducers[0], "is_distributed", True)
     structure, micro_batches = step.body.window.network.split(columns(4))
-    compiled = step.body.window.micro_steps._compiled(structure, micro_batches, False)
+    compiled = step.body.window.micro_steps.steps._compile(structure, micro_batches[0], False)
     assert not compiled.cell.is_pooled
 
 
@@ -207,7 +207,7 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     program = Around(step)
     program(columns(4))
     assert network.weight.asnumpy().all()
-    assert not step.body.window.micro_steps.by_structure
+    assert not step.body.window.micro_steps.steps.compiled
 
 
 def test_settings_reach_the_graph(monkeypatch):
@@ -216,6 +216,6 @@ def test_settings_reach_the_graph(monkeypatch):
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     step.set_jit_config(JitConfig(jit_level="O1"))
     step.set_train(False)(columns(4))
-    (compiled,) = step.body.window.micro_steps.by_structure.values()
+    (compiled,) = step.body.window.micro_steps.steps.compiled.values()
     assert compiled.cell.is_pooled and not compiled.cell.training
     assert compiled.cell.jit_config_dict["jit_level"] == "O1"

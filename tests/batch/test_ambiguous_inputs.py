@@ -11,7 +11,8 @@ from step_probe import KeepGradients, keeping_step, number, tensors
 from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
-from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
+from ms_gradaccum._checks import counted
+from ms_gradaccum.advice.ambiguous_inputs import ambiguous_inputs
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(4, 3)).astype(np.float32), RANDOM.normal(size=(4, 1)).astype(np.float32)
@@ -230,15 +231,14 @@ def test_a_list_of_tensors_without_axes_trains_as_the_whole_batch_once_it_is_sta
 
 
 ROWS_OF_ALL = (
-    "For 'GradAccumulation', the micro_size must be the number of micro batches of a batch, and not their rows, but "
-    "got 16 for a batch of {}, which is split into single rows. For an update of several small batches give "
-    "accumulation_steps."
+    "For 'GradAccumulation', micro_size=16 exceeds the {} of the batch, which is split into single rows. It is the "
+    "number of micro batches, not of rows: for an update of several small batches give accumulation_steps."
 )
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_more_micro_batches_than_rows_are_named_once(rows, eager):
-    assert warnings_of(EIGHT[:rows], micro_size=16) == [ROWS_OF_ALL.format(rows)]
+    assert warnings_of(EIGHT[:rows], micro_size=16) == [ROWS_OF_ALL.format(counted(rows, "row"))]
 
 
 def test_as_many_micro_batches_as_rows_and_a_short_last_batch_are_not_named(eager):

@@ -4,10 +4,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.nn.utils import no_init_parameters
 from refusal import raises
-from step_probe import Around, keeping_step, number, tensors
+from step_probe import Around, KeepGradients, keeping_step, number, tensors
 
-from ms_gradaccum import GradAccumulation, MixedPrecision, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy, blocks_of
 
 # What the compiler makes of it is tested where a test asks for a mode.
@@ -423,3 +425,68 @@ def test_a_step_trains_all_parameters_of_body_and_head():
     step = TrainOneStepCell(GradAccumulation(loss_cell_of(network), 2), optimizer)
     step(*tensors(HIDDEN, LABELS))
     assert all(np.any(one != other.asnumpy()) for one, other in zip(before, network.trainable_params()))
+
+
+class TokenMean(nn.Metric):
+    """The mean over all tokens of an evaluation, from the sum and the number of tokens of each batch."""
+
+    def clear(self):
+        self.sums = np.zeros(2)
+
+    def update(self, *sums):
+        self.sums += [number(each) for each in sums]
+
+    def eval(self):
+        return self.sums[0] / self.sums[1]
+
+
+def batches_of_two_rows():
+    return NumpySlicesDataset((HIDDEN, LABELS), shuffle=False).batch(2)
+
+
+def test_a_model_evaluates_it(mode):
+    loss_cell = loss_cell_of(Network(), block_tokens=5)
+    model = Model(loss_cell, eval_network=loss_cell, metrics={"loss": TokenMean()})
+    # The batches have 13 and 5 tokens: a mean of their means would be another number.
+    expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[0] / 18
+    assert model.eval(batches_of_two_rows())["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_data_sink_mode_trains_the_same():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    kept = []
+    for is_sink in (False, True):
+        network = Network()
+        loss_cell = GradAccumulation(loss_cell_of(network, block_tokens=5), 2)
+        optimizer = KeepGradients(in_order(network.trainable_params()))
+        Model(loss_cell, optimizer=optimizer, accumulation_steps=2, check_loss=False).train(
+            1, batches_of_two_rows(), dataset_sink_mode=is_sink
+        )
+        kept.append(optimizer.gradients())
+    expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[1][1:]
+    for found in kept:
+        assert_close(found, [each / 18 for each in expected])
+
+
+def test_a_head_may_get_its_data_after_the_step_is_built(mode):
+    network = Network()
+    with no_init_parameters():
+        network.head = nn.Dense(WIDTH, CLASSES)
+    assert network.head.weight.has_init
+    step = keeping_step(loss_cell_of(network, block_tokens=5), 2, check_loss=False)
+    values = {"head.weight": WEIGHT, "head.bias": BIAS}
+    for parameter in network.head.get_parameters():
+        parameter.init_data()
+        parameter.set_data(Tensor(values[f"head.{parameter.name.split('.')[-1]}"], ms.float32))
+    output = step(*tensors(HIDDEN, LABELS))
+    loss_sum, expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))
+    assert number(output.loss) == pytest.approx(loss_sum / 18, rel=1e-6)
+    assert_close(mean_gradients(step), [each / 18 for each in expected[1:]])
+
+
+def test_products_in_bfloat16_are_an_error_where_the_device_has_none(mode):
+    """The CPU has no such kernel, and nothing is computed in float32 in its place."""
+    network = Network()
+    network.head.to_float(ms.bfloat16)
+    with pytest.raises(TypeError, match=r"Select CPU operator\[MatMul\] fail! Unsupported data type!"):
+        keeping_step(loss_cell_of(network), 2, check_loss=False)(*tensors(HIDDEN, LABELS))

@@ -49,7 +49,7 @@ def new_step(accumulation_steps=3, **settings):
 def held(step):
     """All that the step has, to compare exactly."""
     numbers = {name: item.asnumpy().tolist() for name, item in step.parameters_and_names()}
-    return numbers, vars(step.events)["batches"], step.events.updates, step.body.window.overflows_in_a_row
+    return numbers, vars(step.events)["batches"], step.events.updates, step.body.window.ends.overflows_in_a_row
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mindspore.experimental import optim
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
-from ms_gradaccum.backend import plain_state
+from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.training.events import Events
@@ -79,7 +79,7 @@ def used_window(window):
     window.add((X, X), {})
     window.count.set(2)
     window.loss_scale.adjust(Tensor(False), Tensor(True))
-    window.overflows_in_a_row = 5
+    window.ends.overflows_in_a_row = 5
 
 
 def new_loop(kind):
@@ -204,7 +204,7 @@ def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
 def test_parameters_inside_an_object_are_changed_in_place():
     chooser = OwnScale()
     held = chooser.seen
-    plain_state.put(chooser, {"scales": [2.0], "name": "other", "seen": 7.0})
+    PlainState(chooser).load_state_dict({"scales": [2.0], "name": "other", "seen": 7.0})
     assert chooser.seen is held and float(held.asnumpy()) == 7.0
     assert (chooser.scales, chooser.name) == ([2.0], "other")
 
@@ -225,8 +225,8 @@ def test_numbers_in_a_list_of_parameters_come_back():
     used, fresh = Mixed(0.5, 2.0), Mixed(0.1, 1.0)
     used.own[2][1:] = "b", (2,)
     first = fresh.own[0]
-    saved = json.loads(json.dumps(plain_state.take(used)))
-    plain_state.put(fresh, saved)
+    saved = json.loads(json.dumps(PlainState(used).state_dict()))
+    PlainState(fresh).load_state_dict(saved)
     assert fresh.own[0] is first and fresh.own[1] == 0.5 and fresh.own[2][1:] == ["b", (2,)]
     assert first.asnumpy() == fresh.own[2][0].asnumpy() == fresh.fixed[0].asnumpy() == 2.0
     assert fresh.own[3] == Pair(0.5, 2) and fresh.own[3].b == 2
@@ -234,7 +234,7 @@ def test_numbers_in_a_list_of_parameters_come_back():
         other, damaged = Mixed(0.1, 1.0), copy.deepcopy(saved)
         damaged["own"][place] = value
         with pytest.raises(DamagedState):
-            plain_state.put(other, damaged)
+            PlainState(other).load_state_dict(damaged)
         assert other.own[0].asnumpy() == 1.0 and other.own[1] == 0.1
 
 

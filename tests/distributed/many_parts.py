@@ -25,7 +25,7 @@ before_batch = LossMeasurement.before_batch
 
 def once(measurement):
     """Measure the first batch alone."""
-    measurement.is_on &= measurement.batches < 1
+    measurement.is_on &= measurement.schedule.batches < 1
     before_batch(measurement)
 
 

@@ -11,10 +11,9 @@ from mindspore import Tensor
 from quick_mindspore import eagerly
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, loss_of, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import count_operators, refusals, ways
+from simulation.comparison import compare
 from simulation.cpu_program import CpuProgram, own_parts, whole_values
 from simulation.partition import collectives_of, connect, gpu_target, partition
-
-from ms_gradaccum.tools.whole_batch import compare
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {

@@ -76,10 +76,7 @@ def test_counts_beyond_those_of_a_float32_arrive(two):
     assert [report["counts"] for report in two] == [[2**24 + 1, 2**24 + 2]] * 2
 
 
-DROPPED = (
-    "a window must be whole on all ranks, but a batch of it has failed on one: all drop it, and the next update is "
-    "that of the next window. The log of that rank has the error."
-)
+DROPPED = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
 
 
 def check_second_window(weights):

@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, load_state, save_state
-from ms_gradaccum.training.window import WATCHED_WINDOWS
+from ms_gradaccum.advice.window_watch import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
 
@@ -352,7 +352,7 @@ def test_windows_of_all_lengths_share_the_same_four_graphs():
     with compilations() as compiled:
         for _ in train(accumulator, accumulator.prepare(FOUR)):
             pass
-        assert sorted(compiled) == ["BatchMeanLoss", "MicroStep", "Update", "WindowEnd.report"]
+        assert sorted(compiled) == ["BatchMeanLoss", "MicroStep", "Update", "WindowReduction.report"]
         list(train(accumulator, FOUR * 3))
     assert len(compiled) == 4 and ms.get_context("mode") == ms.PYNATIVE_MODE
 

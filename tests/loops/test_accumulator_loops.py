@@ -309,9 +309,12 @@ def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
     network, accumulator = toy_loop(2)
     (window,) = accumulator.windows
-    window.ended, window.watch.is_on = 0, True
-    window.watch.restart()
-    window.watch.norms.clear()
+    window.advisor.is_on = True
+    watch = window.advisor.watch
+    watch.is_on = True
+    watch.windows = 0
+    watch.restart()
+    window.advisor.gradient_watch.seen.clear()
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -340,7 +343,7 @@ def after_updates(accumulator, weight):
 def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, count):
     """A clip of the weights after each batch makes the gradient of a window a mixture."""
     said = loop_by_hand(change)
-    assert ["has changed 'weight' in it, so that its gradient is a mixture" in each for each in said] == (
+    assert ["mixes two models: the loop or another step has changed 'weight' in it" in each for each in said] == (
         [True] * count
     )
 

@@ -244,7 +244,7 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    told = [str(each.message) for each in caught if "must stay as they are in a window" in str(each.message)]
+    told = [str(each.message) for each in caught if "the gradient of this window mixes two models" in str(each.message)]
     assert len(told) == (face in ("steps", "Accumulator"))
 
 
@@ -270,7 +270,7 @@ def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
     def fails(*args):
         raise OSError
 
-    monkeypatch.setattr(accumulator.windows[0].ends[1], "finish", fails)
+    monkeypatch.setattr(accumulator.windows[0].ends.of_optimizers[1], "finish", fails)
     accumulator.backward(*FOUR[0])
     told = "the update of optimizer 2 of 2 failed, but those before it have updated already, and the window is gone"
     with pytest.warns(UserWarning, match=told), pytest.raises(OSError):

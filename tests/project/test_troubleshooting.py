@@ -27,11 +27,11 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
+from ms_gradaccum.advice import advisor, first_batches, rank_inputs
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.gradients import mixed_precision
 from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
-from ms_gradaccum.training import micro_steps
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 # The first cells of those tables that quote what the program says.
@@ -234,7 +234,7 @@ def a_frozen_cell_that_training_wakes(*_):
     Model(cell, optimizer=sgd(cell)).train(1, batches(4))
 
 
-@says("For 'GradAccumulation', the micro_size must be the number of micro batches")
+@says("For 'GradAccumulation', micro_size=16 exceeds the 8 rows of the batch")
 def more_micro_batches_than_rows(*_):
     step_of(GradAccumulation(loss_cell(), 16))(*LINES)
 
@@ -348,7 +348,7 @@ def a_forward_pass_that_communicates(*_):
             return loss if self.is_alone else self.send(loss)
 
     step = step_of(GradAccumulation(Sending(), 2))
-    step.body.window.micro_steps.measurement.is_distributed = True
+    step.body.window.advisor.measurement.is_distributed = True
     step(*LINES)
 
 
@@ -419,6 +419,15 @@ def mindspores_own_step(*_):
     nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
 
 
+@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on:")
+def a_check_that_fails(monkeypatch, _):
+    def breaks(*_):
+        raise OSError("broken")
+
+    monkeypatch.setattr(first_batches.FirstBatches, "look", breaks)
+    step_of(loss_cell())(*LINES)
+
+
 @says("TrainOneStepCell: PYNATIVE mode runs the network op by op.")
 def a_step_op_by_op(*_):
     step_of(loss_cell())(*LINES)
@@ -427,7 +436,7 @@ def a_step_op_by_op(*_):
 @says("For 'TrainOneStepCell', one window in 100 must have a finite gradient")
 def nothing_but_inf(*_):
     step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))
-    step.windows[0].overflows_in_a_row = 99
+    step.windows[0].ends.overflows_in_a_row = 99
     step(inf, inf)
 
 
@@ -443,7 +452,7 @@ def an_optimizer_of_mint(*_):
     step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
 
 
-@says("For 'TrainOneStepCell', the parameters of the network must stay as they are in a window")
+@says("For 'TrainOneStepCell', the gradient of this window mixes two models")
 def another_step_of_a_part_of_the_network(*_):
     first, second = (nn.Dense(1, 1) for _ in range(2))
     losses = [nn.WithLossCell(each, nn.MSELoss()) for each in (first, nn.SequentialCell(first, second))]
@@ -470,7 +479,7 @@ def a_python_value_that_changes(monkeypatch, _):
             return self.cell(x, y) * factor
 
     monkeypatch.delenv("MS_JIT")
-    monkeypatch.setattr(micro_steps, "_MANY_STRUCTURES", 1)
+    monkeypatch.setattr(advisor, "_MANY_STRUCTURES", 1)
     step_of(Times(None), compile=True)(*LINES, 2.0)
 
 
@@ -593,22 +602,20 @@ def parameters_that_became_different(monkeypatch, _):
 
 
 @says("For 'TrainOneStepCell', the ranks must read different data")
-def the_same_rows_on_two_ranks(monkeypatch, _):
-    monkeypatch.setattr(world, "_send", lambda words: np.stack((words, words)))
-    world.compare_ranks("TrainOneStepCell", world.FirstInput("batch", "12345678", 4, []), [], [], [])
+def the_same_rows_on_two_ranks(*_):
+    rank_inputs.warn_of_inputs("TrainOneStepCell", 2 * [world.FirstInput("batch", "12345678", 4, [])])
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates")
-def other_rows_in_a_network_that_communicates(monkeypatch, _):
+def other_rows_in_a_network_that_communicates(*_):
     firsts = [world.FirstInput("batch", f"{rows}", rows, ["AllReduce"]) for rows in (3, 4)]
-    monkeypatch.setattr(world, "gather_values", lambda doing, value: [[first, *value[1:]] for first in firsts])
-    world.compare_ranks("TrainOneStepCell", firsts[0], [], [], [])
+    rank_inputs.warn_of_inputs("TrainOneStepCell", firsts)
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
 def parameters_that_one_rank_has_loaded(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, [*value[:3], "another"]])
-    world.compare_ranks("TrainOneStepCell", world.NO_INPUT, [], [], [])
+    world.check_states("TrainOneStepCell", world.gather_states(world.NO_INPUT, [], [], []))
 
 
 @says("For 'TrainOneStepCell', the ranks must do the same in the same order")
@@ -624,10 +631,10 @@ def a_rank_that_stops_alone(monkeypatch, _):
     epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 
-@says("For 'TrainOneStepCell', a window must be whole on all ranks")
+@says("For 'TrainOneStepCell', a batch failed on one of the ranks")
 def a_batch_that_has_failed_on_a_rank(*_):
     window = step_of(loss_cell()).body.window
-    window.is_distributed = True
+    window.reducers[0].is_distributed = True
     window.discard(for_all=True)
     window.close()
 

@@ -11,6 +11,7 @@ from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
 from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.training import window
 from ms_gradaccum.training.events import Events
 
 
@@ -30,8 +31,11 @@ def adjustable_sgd(network, learning_rate=0.02):
 
 
 @functools.cache
-def _built(make_optimizer):
-    """Compiled once: neither the weight nor the number of batches of a window is a constant of a graph."""
+def _built(make_optimizer, advisor):
+    """Compiled once for each kind of Advisor.
+
+    Neither the weight nor the number of batches of a window is a constant of a graph.
+    """
     network = line()
     return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), make_optimizer(network))
 
@@ -47,7 +51,7 @@ def renew(accumulator, config=None):
 
 def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
     """The weight of y = weight * x at 0, and an Accumulator as if it were new."""
-    network, accumulator = _built(make_optimizer)
+    network, accumulator = _built(make_optimizer, window.Advisor)
     renew(accumulator, AccumulationConfig(accumulation_steps, **settings))
     network.weight.set_data(ops.zeros_like(network.weight))
     optimizer = optimizer_of(accumulator)

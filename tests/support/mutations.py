@@ -108,7 +108,7 @@ MUTATIONS = (
         "the sums of an open window are not restored",
         "checkpoint/state.py",
         "        for part in parts:\n",
-        "        parts = parts if window is None else []\n        for part in parts:\n",
+        "        parts = parts if held.window is None else []\n        for part in parts:\n",
         STATES,
     ),
     Mutation(
@@ -127,8 +127,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the buffer is not cleared after an overflow",
-        "training/window.py",
-        "                for reducer in self.reducers:\n                    reducer.buffer.clear()\n",
+        "training/window_end.py",
+        "        for reducer in self.reducers:\n            reducer.buffer.clear()\n",
         "",
         CLIPS,
     ),
@@ -148,18 +148,18 @@ MUTATIONS = (
     ),
     Mutation(
         "the schedule moves on when an update is skipped",
-        "training/window.py",
-        "                for reducer in self.reducers:\n                    reducer.buffer.clear()\n",
-        "                for reducer, optimizer in zip(self.reducers, self.optimizers):\n"
-        "                    reducer.buffer.clear()\n"
-        "                    optimizer.global_step.set_data(optimizer.global_step + 1)\n",
+        "training/window_end.py",
+        "        for reducer in self.reducers:\n            reducer.buffer.clear()\n",
+        "        for end in self.of_optimizers:\n"
+        "            end.buffer.clear()\n"
+        "            end.update.optimizer.global_step.set_data(end.update.optimizer.global_step + 1)\n",
         CLIPS,
     ),
     Mutation(
         "the loss scale stays as it is after an overflow",
-        "training/window.py",
-        "                self.loss_scale.adjust(updated, bad)\n",
-        "                pass\n",
+        "training/window_end.py",
+        "        self.settings.precision.loss_scale.adjust(updated, bad)\n",
+        "        pass\n",
         CLIPS,
     ),
     Mutation(
@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "a loss that misses the mean of its parts is taken for rounding",
         "advice/loss_measurement.py",
-        "        if error <= self._tolerance(losses) or not math.isfinite(losses[0].value):\n",
-        "        if error <= 10 or not math.isfinite(losses[0].value):\n",
+        "        if self.losses.error(whole, *parts) <= self.losses.rounding(whole, *parts):\n",
+        "        if self.losses.error(whole, *parts) <= 10:\n",
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(

@@ -5,17 +5,15 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import quick_mindspore
 from mindspore import Tensor
-from mindspore.communication import init
 
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
@@ -23,9 +21,9 @@ from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.processes import Job, Meeting
-from ms_gradaccum.tools.self_test import self_test, trials
-from ms_gradaccum.tools.self_test.self_test import judge, try_cell
-from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found
+from ms_gradaccum.tools.self_test import trials
+from ms_gradaccum.tools.self_test.self_test import judge, try_cells
+from ms_gradaccum.tools.self_test.training import Cell, Found
 
 # In the line about a cell, before what is said of a broken build.
 IN_BUILD = "; in a broken build, "
@@ -74,52 +72,26 @@ def run(function, fault, cell):
 class HereJob:
     """A job of one process which is this one, as a process of its own takes seconds to begin."""
 
+    received = 0
+
     def __init__(self, task):
-        self.task = json.loads(json.dumps(task))
+        self.folder = tempfile.TemporaryDirectory()
+        self.reports = try_cells(Meeting(self.folder.name), **json.loads(json.dumps(task)))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc_info):
-        pass
+        self.folder.cleanup()
 
-    def wait(self, timeout, tell):
-        with tempfile.TemporaryDirectory() as folder:
-            return [try_cell(Meeting(folder), **self.task)]
-
-
-class FewJobs:
-    """Stands in for Job: cells of several processes share one job.
-
-    ``cells`` are all that come.
-    """
-
-    def __init__(self, cells):
-        self.shared = [cell for cell in cells if cell.parallel != ALONE and not cell.partitioned]
-        self.reports = []
-
-    def __call__(self, count, function, task):
-        if count == 1:
-            return HereJob(task)
-        return self._of_shared(count, task)
-
-    @contextmanager
-    def _of_shared(self, count, task):
-        names = ("size", "workers", "device", "folder")
-        cells = [asdict(cell) | {name: task["cell"][name] for name in names} for cell in self.shared]
-        if not self.reports:
-            tasks = [task | {"cell": cell} for cell in cells]
-            with Job(count, f"{__name__}:try_cells", {"tasks": tasks}) as job:
-                self.reports = job.wait(300, str)
-        found = [report["cells"][cells.index(task["cell"])] for report in self.reports]
-        yield SimpleNamespace(wait=lambda timeout, tell: found)
+    def wait(self, timeout):
+        self.received += 1
+        return [next(self.reports)]
 
 
-def try_cells(meeting, tasks):
-    """Try one cell after the other in processes that have met."""
-    init()
-    with mock.patch.object(self_test, "init"):
-        return {"cells": [try_cell(meeting, **task) for task in tasks]}
+def few_jobs(count, function, task):
+    """Stands in for Job: only several processes are started."""
+    return HereJob(task) if count == 1 else Job(count, function, task)
 
 
 def everywhere(original, other):

@@ -210,8 +210,8 @@ def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, op
     class Disabled(progress_bar._Bar):
         """The default of `disable` is True, as with TQDM_DISABLE=1, which tqdm reads when it is imported."""
 
-        def __init__(self, facts, **settings):
-            super().__init__(facts, **{"disable": True, **settings})
+        def __init__(self, params, **settings):
+            super().__init__(params, **{"disable": True, **settings})
 
     terminal = open_terminal()
     monkeypatch.setattr(progress_bar, "_Bar", Disabled)

@@ -261,7 +261,7 @@ def test_a_job_ends_with_a_program_that_is_killed_before_its_processes_have_begu
 
 def test_what_a_process_of_a_job_has_started_ends_with_it_without_its_environment_too():
     with Job(1, "started_processes:start_another", {}) as job:
-        (report,) = job.wait(300, str)
+        (report,) = job.wait(300)
         assert runs(report["started"])
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and runs(report["started"]):

@@ -159,7 +159,7 @@ def test_the_ranks_of_a_job_do_not_search(monkeypatch):
 
 
 def test_memory_that_the_search_itself_lacks_is_no_measurement(monkeypatch):
-    def wait(job, *args):
+    def wait(job, *args, **settings):
         raise MemoryError("of the search")
 
     monkeypatch.setattr(micro_size_finder.Job, "wait", wait)

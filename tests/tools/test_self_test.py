@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import mindspore as ms
 import pytest
-from self_test_cells import IN_BUILD, FewJobs, going, run, tried
+from self_test_cells import IN_BUILD, few_jobs, going, run, tried
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
@@ -58,7 +58,7 @@ def whole(tmp_path_factory):
         patch.setattr(command.tqdm, "write", lines.append)
         cells = [tried(cell, *faults_of(cell)) for cell in all_cells()]
         patch.setattr("ms_gradaccum.tools.self_test.self_test.all_cells", lambda: cells)
-        patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", FewJobs(cells))
+        patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", few_jobs)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
 
@@ -124,7 +124,8 @@ def test_what_raises_hangs_or_dies_takes_only_itself_with_it(tmp_path, monkeypat
     answers = [0]
 
     def monotonic():
-        answers.append(len(list(tmp_path.glob("*/report_0"))))
+        # The first report is that of the machine.
+        answers.append(len(list(tmp_path.glob("*/report_1_0"))))
         return 1e6 * answers[-2]
 
     monkeypatch.setattr("ms_gradaccum.tools.processes.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))

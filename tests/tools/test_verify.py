@@ -13,7 +13,7 @@ from refusal import AXIS, raises, typed
 from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, VerifyReport, verify
-from ms_gradaccum.tools.verification.experiment import Run, misfits
+from ms_gradaccum.tools.whole_batch import Run, parameter_differences
 
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(8, 2)).astype(np.float32)
@@ -101,10 +101,10 @@ def test_16_bits_are_rounded_more(eager):
 
 def test_a_gradient_that_is_rounding_alone_does_not_differ():
     def run(*grads):
-        return Run(1.0, [np.float32([grad]) for grad in grads], {})
+        return Run([1.0], [np.float32([grad]) for grad in grads])
 
-    assert max(misfits(run(1.0, 1e-9), run(1.0, 3e-9))) < 1e-6
-    assert max(misfits(run(1e-9), run(3e-9))) > 0.5  # Nothing larger that it could be the rounding of.
+    assert max(parameter_differences(run(1.0, 1e-9), run(1.0, 3e-9))) < 1e-6
+    assert max(parameter_differences(run(1e-9), run(3e-9))) > 0.5  # Nothing larger that it could be the rounding of.
 
 
 def test_rtol_decides_what_differs(eager):

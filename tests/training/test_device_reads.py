@@ -10,7 +10,7 @@ from step_probe import Around, tensors
 from structure import counts_of, seen
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, TrainOneStepCell
-from ms_gradaccum.training.window import WATCHED_WINDOWS
+from ms_gradaccum.advice.window_watch import WATCHED_WINDOWS
 
 BATCH = tensors(X, 2 * X)
 # All that bring a value to the host. A batch, which is cut there, is no value of the device.

@@ -10,7 +10,7 @@ from typing import SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import check_path, require, typed, warn
+from ms_gradaccum._checks import check_path, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.world import current_world
@@ -70,13 +70,20 @@ class MetricsLogger(StepReporter, Callback):
         every: int = 1,
         weight_norm: bool = False,
     ) -> None:
-        rule = "a function of a dict and a step, or None"
-        require(log is None or callable(log), _OWNER, "log", rule, typed(log), "Give wandb.log.", TypeError)
+        if log is not None and not callable(log):
+            raise TypeError(
+                f"For '{_OWNER}', the argument 'log' must be a function of a dict and a step, or None, but got "
+                f"{typed(log)}. Give wandb.log."
+            )
         super().__init__(train_step, every=every, weight_norm=weight_norm)
         self._epoch: dict[str, float] = {}
         self._update = 0
-        self._file = _JsonLines(path) if current_world(_OWNER).rank == 0 else None
-        self._log = None if self._file is None else log
+        # Only rank 0 has them.
+        self._file: _JsonLines | None = None
+        self._log: Callable[[dict[str, float], int], object] | None = None
+        if current_world(_OWNER).rank == 0:
+            self._file = _JsonLines(path)
+            self._log = log
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it; None inside a window.
@@ -93,8 +100,11 @@ class MetricsLogger(StepReporter, Callback):
             return None
         numbers = _numbers(extra)
         for name, value in extra.items():
-            remedy = "Metrics of several values take a name for each."
-            require(name in numbers, _OWNER, name, "a number", typed(value), remedy, TypeError)
+            if name not in numbers:
+                raise TypeError(
+                    f"For '{_OWNER}', the argument '{name}' must be a number, but got {typed(value)}. Metrics of "
+                    f"several values take a name for each."
+                )
         self._update = report.update
         self._write({**self._epoch, **report.as_dict(), **numbers})
         return report
@@ -106,7 +116,7 @@ class MetricsLogger(StepReporter, Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         train_step = run_context.original_args().train_network
         check_told(_OWNER, "logger", train_step, self)
-        if train_step.events is not self._events:
+        if train_step is not self._train_step:
             self._watch(train_step)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -139,13 +149,14 @@ class _JsonLines:
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        # Lines that could not be written to a full disk.
-        self.unwritten, self.has_failed = b"", False
+        self.unwritten = b""  # Lines that could not be written to a full disk.
+        self.has_failed = False
         if self.path.stat().st_size:  # A pipe has no size.
             with self.path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 # A killed program can leave the start of a line.
-                self.unwritten = b"" if file.read() == b"\n" else b"\n"
+                if file.read() != b"\n":
+                    self.unwritten = b"\n"
 
     def write(self, record: Mapping[str, object]) -> None:
         """Write a line, preceded by lines that could not be written before."""
@@ -159,8 +170,10 @@ class _JsonLines:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             if not self.has_failed:
-                can_continue_after = "The training goes on, and each further report tries it again."
-                warn(f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). {can_continue_after}")
+                warn(
+                    f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, and "
+                    f"each further report tries it again."
+                )
             self.has_failed = True
 
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -17,8 +17,8 @@ from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "ProgressBar"
-# The text of a bar, and the shortest time between two lines of it. Unit: seconds.
-_LINE, _SECONDS = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]", 10.0
+_LINE = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_SECONDS = 10.0  # The shortest time between two lines.
 
 
 class ProgressBar(FrozenAfterInit, Callback):
@@ -51,7 +51,7 @@ class ProgressBar(FrozenAfterInit, Callback):
         epoch 2/2: 4/4 [00:0..., loss 0]
     """
 
-    # The bar during a training, on rank 0.
+    # Set during a training, on rank 0.
     _bar: "_Bar | None" = None
 
     def __init__(self, live: bool | None = None) -> None:
@@ -61,38 +61,30 @@ class ProgressBar(FrozenAfterInit, Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self._close()  # It may be open if one object is given twice, or after an interrupted training.
-        params = run_context.original_args()
-        self._initial_step, self._last_epoch = params.cur_step_num, 0
-        self._events = getattr(params.train_network, "events", None)
-        self._updates_before = 0 if self._events is None else self._events.updates
-        self._loss: object = None
-        self._last_update: StepOutput | None = None
         if current_world(_OWNER).rank != 0:
             return
-        live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
-        lines = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS, "leave": False}
-        lines["disable"] = False  # $TQDM_DISABLE is only for bars.
-        total = params.epoch_num * params.batch_num
-        bar = _Bar(self._facts, total=total, unit="batch", miniters=0, position=0, **({} if live else lines))
+        is_live = self.live
+        if is_live is None:
+            is_live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
+        params = run_context.original_args()
+        settings: dict[str, Any] = {"total": params.epoch_num * params.batch_num, "unit": "batch"}
+        settings |= {"miniters": 0, "position": 0}
+        if not is_live:
+            settings |= {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS}
+            settings |= {"leave": False, "disable": False}  # $TQDM_DISABLE is only for bars.
+        bar = _Bar(params, **settings)
         if bar.disable:
             return
-        self._bar, self._streams = bar, ExitStack()
-        if live:
+        self._bar = bar
+        self._streams = ExitStack()
+        if is_live:
             # Whole lines of other output go above the bar.
             self._streams.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
             self._streams.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        outputs = params.net_outputs
-        self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        if isinstance(outputs, StepOutput) and outputs.ends_window:
-            self._last_update = outputs
-        # The first epoch of a resumed training is not epoch 1.
-        self._last_epoch = self._last_epoch or params.cur_epoch_num - 1 + params.epoch_num
         if self._bar is not None:
-            self._bar.set_description(f"epoch {params.cur_epoch_num}/{self._last_epoch}", refresh=False)
-            self._bar.update(params.cur_step_num - self._initial_step - self._bar.n)
+            self._bar.step(run_context.original_args())
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._close()
@@ -107,40 +99,57 @@ class ProgressBar(FrozenAfterInit, Callback):
             return
         if self._bar.n != self._bar.last_print_n:
             self._bar.refresh()
+        streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, DummyTqdmFile)]
         # Otherwise the bar is lines, or the streams were redirected later and stay so.
-        if all(isinstance(stream, DummyTqdmFile) for stream in (sys.stdout, sys.stderr)):
-            for stream in (sys.stdout, sys.stderr):
+        if len(streams) == 2:
+            for stream in streams:
                 if any(getattr(stream, "_buf", [])):  # An unfinished line.
                     stream.write("\n")
             self._streams.close()
         self._bar.close()
         self._bar = None
 
-    def _facts(self) -> Iterator[str]:
-        if self._events is not None and self._last_update is not None:
-            yield f"{self._events.updates - self._updates_before} updates"
-        if isinstance(self._loss, Tensor):
-            yield f"loss {np.mean(self._loss.asnumpy()):.4g}"
-        if self._last_update is not None:
-            others = [f"{loss.asnumpy().item():.4g}" for loss in self._last_update.other_losses]
-            if others:
-                yield f"other losses {' '.join(others)}"
-            rates = self._last_update.learning_rate.asnumpy()
-            # Groups can have their own rates.
-            yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
-            yield f"norm {self._last_update.grad_norm.asnumpy().item():.4g}"
-
 
 class _Bar(tqdm):
-    """A bar that reads the facts only when it is drawn, since reading a loss waits for the device."""
+    """The bar of a training. It reads outputs only when it is drawn, since reading a loss waits for the device."""
 
-    def __init__(self, facts: Callable[[], Iterator[str]], **settings: Any) -> None:
-        self.facts = facts
+    def __init__(self, params: Any, **settings: Any) -> None:
+        self.first_step = params.cur_step_num
+        self.last_epoch = 0  # Set at the first step.
+        self.events = getattr(params.train_network, "events", None)
+        self.updates_before = 0 if self.events is None else self.events.updates
+        self.loss: object = None
+        self.last_update: StepOutput | None = None
         super().__init__(**settings)
+
+    def step(self, params: Any) -> None:
+        """Show the outputs of a step of a Model."""
+        outputs = params.net_outputs
+        self.loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if isinstance(outputs, StepOutput) and outputs.ends_window:
+            self.last_update = outputs
+        # The first epoch of a resumed training is not epoch 1.
+        self.last_epoch = self.last_epoch or params.cur_epoch_num - 1 + params.epoch_num
+        self.set_description(f"epoch {params.cur_epoch_num}/{self.last_epoch}", refresh=False)
+        self.update(params.cur_step_num - self.first_step - self.n)
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        return {**super().format_dict, "postfix": ", ".join(self.facts())}
+        return {**super().format_dict, "postfix": ", ".join(self._facts())}
+
+    def _facts(self) -> Iterator[str]:
+        if self.events is not None and self.last_update is not None:
+            yield f"{self.events.updates - self.updates_before} updates"
+        if isinstance(self.loss, Tensor):
+            yield f"loss {np.mean(self.loss.asnumpy()):.4g}"
+        if self.last_update is not None:
+            others = [f"{loss.asnumpy().item():.4g}" for loss in self.last_update.other_losses]
+            if others:
+                yield f"other losses {' '.join(others)}"
+            rates = self.last_update.learning_rate.asnumpy()
+            # Groups can have their own rates.
+            yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
+            yield f"norm {self.last_update.grad_norm.asnumpy().item():.4g}"
 
 
 class _Lines:

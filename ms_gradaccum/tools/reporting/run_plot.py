@@ -1,16 +1,16 @@
 """Plots of the files of a MetricsLogger."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 
-# The items of each panel, and the kind of each curve.
+# The items of each panel, and what they are called where a panel has several.
 _PANELS = {
     "loss": {"loss": ""},
     "learning rate": {"learning_rate": "", "learning_rate_min": "smallest", "learning_rate_max": "largest"},
@@ -18,9 +18,9 @@ _PANELS = {
     "weight norm": {"weight_norm": ""},
 }
 # A wide, pale line below a thin one, so that both are visible where they coincide.
-_STYLES = {"before clipping": {"linewidth": 4, "alpha": 0.35}}
-# From this range on, the axis is logarithmic.
-_WIDE = 20
+_WIDE_LINE = {"linewidth": 4, "alpha": 0.35}
+_FEW_REPORTS = 50  # Of fewer ones each is a dot, too, or a single report would be invisible.
+_WIDE_RANGE = 20  # From this range on, the axis is logarithmic.
 
 Run = Sequence[Mapping[str, Any]]
 
@@ -51,16 +51,18 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         remedy = "Install it with: pip install 'ms_gradaccum[plot]'."
         raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
     runs = {str(path): read_run(path) for path in paths}
-    panels = {title: [*_curves(runs, kinds)] for title, kinds in _PANELS.items()}
-    varied = [title for title, curves in panels.items() if any(np.nanmin(y) < np.nanmax(y) for _, y, _ in curves)]
-    titles = ["loss", *(title for title in varied if title != "loss")]
-    figure = Figure(figsize=(10, 4 * len(titles)), dpi=100, layout="constrained")
-    all_axes = figure.subplots(len(titles), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, title in zip(all_axes, titles):
-        for updates, values, style in panels[title]:
-            axes.plot(updates, values, **style)
+    panels = {}
+    for title, kinds in _PANELS.items():
+        curves = _curves(runs, kinds)
+        if title == "loss" or any(curve.varies for curve in curves):
+            panels[title] = curves
+    figure = Figure(figsize=(10, 4 * len(panels)), dpi=100, layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, curves) in zip(all_axes, panels.items()):
+        for curve in curves:
+            axes.plot(curve.updates, curve.values, **curve.style)
         low, high = axes.dataLim.intervaly
-        if 0 < low < high / _WIDE:
+        if 0 < low < high / _WIDE_RANGE:
             axes.set_yscale("log")
         axes.set_ylabel(title)
         axes.grid(True, alpha=0.3)
@@ -70,17 +72,36 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
     figure.savefig(output, format="png")
 
 
-def _curves(runs: Mapping[str, Run], kinds: Mapping[str, str]) -> Iterator[tuple[list[int], Array, dict[str, Any]]]:
-    """Yield the updates, the values and the style of each curve in a panel."""
-    norms = {(report.get("grad_norm"), report.get("clipped_grad_norm")) for run in runs.values() for report in run}
-    if "grad_norm" in kinds and all(clipped in (None, norm) for norm, clipped in norms):
-        kinds = {"grad_norm": ""}  # A gradient that is never clipped has one norm.
+class _Curve(NamedTuple):
+    updates: list[int]
+    values: Array
+    style: dict[str, Any]
+
+    @property
+    def varies(self) -> bool:
+        return bool(np.nanmin(self.values) < np.nanmax(self.values))
+
+
+def _curves(runs: Mapping[str, Run], kinds: Mapping[str, str]) -> list[_Curve]:
+    """Return the curves of a panel."""
+    if "grad_norm" in kinds and not any(map(_is_clipped, runs.values())):
+        kinds = {"grad_norm": ""}
+    curves = []
     for number, (path, run) in enumerate(runs.items()):
         for name, kind in kinds.items():
             # Files of version 0.2.0 have a list of several learning rates.
             values = np.array([np.max(np.array(report.get(name), float)) for report in run])
-            if not np.isnan(values).all():
-                label = ", ".join(filter(None, [path * (len(runs) > 1), kind]))
-                # A dot too, or a single report would be invisible.
-                style = {"marker": "." if len(run) < 50 else "", "color": f"C{number}", "label": label or None}
-                yield [report["update"] for report in run], values, {**style, **_STYLES.get(kind, {})}
+            if np.isnan(values).all():
+                continue
+            names = [path, kind] if len(runs) > 1 else [kind]
+            style: dict[str, Any] = {"color": f"C{number}", "label": ", ".join(filter(None, names)) or None}
+            if len(run) < _FEW_REPORTS:
+                style["marker"] = "."
+            if kind == "before clipping":
+                style |= _WIDE_LINE
+            curves.append(_Curve([report["update"] for report in run], values, style))
+    return curves
+
+
+def _is_clipped(run: Run) -> bool:
+    return any(report.get("clipped_grad_norm") not in (None, report.get("grad_norm")) for report in run)

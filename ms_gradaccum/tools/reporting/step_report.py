@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_bool, check_positive_int, typed
+from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_positive_int, typed
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.backend.tensors import chunks_of
@@ -53,8 +53,10 @@ class StepReport:
         items = {field.name: getattr(self, field.name) for field in fields(self)}
         others = items.pop("other_losses") or ()
         names = items.pop("loss_names") or range(1, len(others) + 1)
-        items |= {f"other_loss_{name}": loss for name, loss in zip(names, others)}
-        if isinstance(rates := items["learning_rate"], tuple):
+        for name, loss in zip(names, others):
+            items[f"other_loss_{name}"] = loss
+        rates = items["learning_rate"]
+        if isinstance(rates, tuple):
             items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
         known = {name: value for name, value in items.items() if value is not None}
         return {name: value if isinstance(value, float) else int(value) for name, value in known.items()}
@@ -116,18 +118,22 @@ class StepReporter(FrozenAfterInit):
             remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
             self._window = only_of(train_step.windows, network, self._owner, remedy)
         elif train_step is not None:
-            rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
-            raise TypeError(argument_error(self._owner, "train_step", rule, typed(train_step), remedy))
-        self._events = None if train_step is None else train_step.events
-        self._is_only = train_step is not None and len(train_step.windows) == 1
-        # A step that the compiler partitions has none.
-        reducers = self._window.reducers if self._window is not None and self._has_norm else []
-        norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
-        self._weight_norm = norm if reducers else None
-        self._updates = self._skipped_updates = 0
+            raise TypeError(
+                f"For '{self._owner}', the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got "
+                f"{typed(train_step)}. For a Model, give model.train_network."
+            )
+        self._train_step = train_step
+        self._weight_norm: Compiled | None = None
+        # A step that the compiler partitions has no reducers.
+        if self._has_norm and self._window is not None and self._window.reducers:
+            reducers = self._window.reducers
+            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
+        self._updates = 0
+        self._skipped_updates = 0
         # The time and the weight since the last report, and the number of updates that this reporter did not see.
         self._since: float | None = None
-        self._weight, self._unseen = 0.0, 0
+        self._weight = 0.0
+        self._unseen = 0
 
     def report(self, output: StepOutput | None) -> StepReport | None:
         """Return the report of a window; None inside a window, and for windows that `every` leaves out.
@@ -139,8 +145,10 @@ class StepReporter(FrozenAfterInit):
             TypeError: If `output` is something else.
         """
         if output is not None and not isinstance(output, StepOutput):
-            got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-            raise TypeError(argument_error(self._owner, "output", "a StepOutput or None", got, remedy))
+            raise TypeError(
+                f"For '{self._owner}', the argument 'output' must be a StepOutput or None, but got "
+                f"{type(output).__name__}. With several networks, give the output of one of them."
+            )
         if output is None or not output.ends_window:
             return None
         self._updates += output.is_updated
@@ -148,29 +156,43 @@ class StepReporter(FrozenAfterInit):
         self._weight += float(output.weight.asnumpy())
         if (self._updates + self._skipped_updates) % self.every:
             return None
-        now, window, events = time.perf_counter(), self._window, self._events
+        now = time.perf_counter()
+        update = self._number_of_update()
         items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
-        # A user's optimizer may leave its count at 0, and the events of several networks are counted together.
-        count = None if window is None else updates_of(window.optimizers[0])
-        update = count or (events.updates if events is not None and self._is_only else self._updates)
-        unseen, self._unseen = self._unseen, update - self._updates
+        unseen = update - self._updates
         if self._since is not None and unseen == self._unseen:
-            unit = "tokens" if window is not None and window.network.weighted else "rows"
+            counts_tokens = self._window is not None and self._window.network.weighted
+            unit = "tokens" if counts_tokens else "rows"
             items[f"{unit}_per_second"] = self._weight / max(now - self._since, 1e-9)
-        if events is not None and events.batches:
-            items.update(batches=events.batches, micro_batches=events.micro_batches or None)
+        self._unseen = unseen
+        if self._train_step is not None and self._train_step.events.batches:
+            items["batches"] = self._train_step.events.batches
+            items["micro_batches"] = self._train_step.events.micro_batches or None
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
         items["other_losses"] = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
-        if window is not None:
-            items["loss_names"] = window.network.loss_names
-        self._since, self._weight = time.perf_counter(), 0.0
+        if self._window is not None:
+            items["loss_names"] = self._window.network.loss_names
+        self._since = now
+        self.restart()
         return StepReport(update=update, skipped_updates=self._skipped_updates, **items)
+
+    def _number_of_update(self) -> int:
+        """Return the optimizer's number of updates, or the number that the step or this reporter has counted."""
+        # A user's optimizer may leave its count at 0.
+        count = None if self._window is None else updates_of(self._window.optimizers[0])
+        if count:
+            return count
+        # The events of several networks are counted together.
+        if self._train_step is not None and len(self._train_step.windows) == 1:
+            return self._train_step.events.updates
+        return self._updates
 
     def restart(self) -> None:
         """Exclude the time until now from the next rate, for example an evaluation."""
         if self._since is not None:
-            self._since, self._weight = time.perf_counter(), 0.0
+            self._since = time.perf_counter()
+            self._weight = 0.0
 
 
 class _WeightNorm(nn.Cell):

@@ -1,10 +1,11 @@
 """``python -m ms_gradaccum test``: check that trainings on this machine give the numbers of the whole batch."""
 
 import importlib
+import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ _OWNER = "test"
 _FORMAT = 2
 _OUTCOMES = ("passed", "skipped", "failed")
 
+Result = dict[str, Any]
+
 
 def self_test(
     device: str | None = None,
@@ -33,7 +36,7 @@ def self_test(
     show: Callable[[str], None] = print,
     tell: Callable[[str], None] = lambda text: None,
     cells: Sequence[Cell] | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Train small networks in windows, compare with MindSpore's own step on the whole batch, and return the results.
 
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
@@ -42,74 +45,126 @@ def self_test(
     check_choice(_OWNER, "device", device, DEVICES, "By default MindSpore chooses it.")
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
-    start, results = time.monotonic(), []
-    facts: dict[str, Any] = {"environment": {}}
+    start = time.monotonic()
+    results = []
+    facts: Result = {}
     with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as folder:
+        settings: dict[str, Any] = {"workers": workers, "device": device, "folder": folder}
+        planned = []
         for cell in all_cells() if cells is None else cells:
-            tell(cell.title)
-            begin, size = time.monotonic(), 1 if cell.parallel == ALONE else workers
-            here = replace(cell, size=size, workers=workers, device=device, folder=folder)
+            planned.append(replace(cell, size=1 if cell.parallel == ALONE else workers, **settings))
+        begin = start
+        for cell, outcome in _outcomes(planned, timeout, tell, facts):
             result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
-            result |= {"processes": size, **_run(here, timeout, facts), "seconds": round(time.monotonic() - begin, 1)}
+            result |= {"processes": cell.size, **outcome, "seconds": _seconds_since(begin)}
             results.append(result)
             show(f"{cell.title:72} {result['outcome']:8}{result['seconds']:6.1f} s  {result['said']}")
-    found = {"format": _FORMAT, "device": device, "workers": workers, "seconds": round(time.monotonic() - start, 1)}
-    counts = {outcome: sum(result["outcome"] == outcome for result in results) for outcome in _OUTCOMES}
-    return {**found, "environment": facts["environment"], **counts, "cells": results}
+            begin = time.monotonic()
+    found: Result = {"format": _FORMAT, "device": device, "workers": workers, "seconds": _seconds_since(start)}
+    found["environment"] = facts.get("environment", {})
+    for kind in _OUTCOMES:
+        found[kind] = sum(result["outcome"] == kind for result in results)
+    return {**found, "cells": results}
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(found: Result) -> str:
     """Return the results in one line."""
     counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
     return f"{counts} on {found['device']}, {found['workers']} workers, in {found['seconds']:.0f} s"
 
 
-def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
-    """Run a cell in its own processes, so that a cell that hangs or dies does not affect the others."""
+def _seconds_since(start: float) -> float:
+    return round(time.monotonic() - start, 1)
+
+
+def _outcomes(
+    cells: Sequence[Cell], timeout: float, tell: Callable[[str], None], facts: Result
+) -> Iterator[tuple[Cell, Result]]:
+    """Yield the outcome of each cell. Cells in a row on as many processes share a job.
+
+    A cell that raises, hangs or dies ends its job; the cells after it get another one.
+    """
+    for size, group in itertools.groupby(cells, key=lambda cell: cell.size):
+        waiting = []
+        for cell in group:
+            reason = _reason_to_skip(cell, facts)
+            if reason:
+                yield cell, _result("skipped", reason)
+            else:
+                waiting.append(cell)
+        while waiting:
+            task = {"cells": [asdict(cell) for cell in waiting]}
+            with Job(size, f"{__name__}:try_cells", task) as job:
+                is_whole = True
+                while waiting and is_whole:
+                    cell = waiting.pop(0)
+                    tell(cell.title)
+                    outcome, is_whole = _outcome_in(job, timeout, facts)
+                    yield cell, outcome
+
+
+def _outcome_in(job: Job, timeout: float, facts: Result) -> tuple[Result, bool]:
+    """Return the outcome of a job's next cell, and whether the job can run another one."""
+    try:
+        if job.received == 0:
+            facts.update(job.wait(timeout)[0])
+        reports = job.wait(timeout)
+    except RankError as error:
+        return _result("failed", error.line), False
+    except TimeoutError as late:
+        said = f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended"
+        return _result("failed", said), False
+    except EndedError:
+        lines = [line.strip() for line in job.last_words().splitlines() if line.strip()]
+        return _result("failed", f"its process ended: {lines[-1] if lines else 'it said nothing'}"), False
+    return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0)), True
+
+
+def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
     devices = facts.get("devices", cell.size)
     if cell.workers == 1 and cell.parallel != ALONE:
-        return _result("skipped", "it takes several processes")
+        return "it takes several processes"
     if not is_host(cell.device) and devices < cell.size:
-        return _result("skipped", f"{cell.size} processes take as many devices, and there are {devices}")
+        return f"{cell.size} processes take as many devices, and there are {devices}"
     if cell.partitioned and not can_partition(cell.device):
-        return _result("skipped", "CPU has no semi-auto-parallel")
-    task = {"cell": asdict(cell), "describes": "devices" not in facts}
-    with Job(cell.size, f"{__name__}:try_cell", task) as job:
-        try:
-            reports = job.wait(timeout, lambda phase: None)
-        except RankError as error:
-            return _result("failed", error.line)
-        except EndedError:
-            lines = [line.strip() for line in job.last_words().splitlines() if line.strip()]
-            return _result("failed", f"its process ended: {lines[-1] if lines else 'it said nothing'}")
-        except TimeoutError as late:
-            return _result("failed", f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended")
-    facts.update([report.pop("facts") for report in reports][0])
-    return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0))
+        return "CPU has no semi-auto-parallel"
+    return ""
 
 
-def try_cell(meeting: Meeting, cell: dict[str, Any], describes: bool) -> dict[str, Any]:
-    """Run a cell in one of its processes, and return its outcome."""
-    here = Cell(**cell)
-    if here.device != this_device():
-        ms.set_device(here.device)
-    if here.size > 1:
+def try_cells(meeting: Meeting, cells: list[dict[str, Any]]) -> Iterator[Result]:
+    """Run cells in one of their processes. Yield the facts about the machine, then the outcome of each cell."""
+    planned = [Cell(**cell) for cell in cells]
+    first = planned[0]
+    if first.device != this_device():
+        ms.set_device(first.device)
+    rank = 0
+    if first.size > 1:
         init()
-        here = replace(here, rank=get_rank())
-    meeting.join(here.rank, here.size)
-    facts = {"devices": ms.hal.device_count(here.device), "environment": describe()} if describes else {}
-    module, _, name = here.function.partition(":")
+        rank = get_rank()
+    meeting.join(rank)
+    yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
+    for cell in planned:
+        yield try_cell(replace(cell, rank=rank))
+
+
+def try_cell(cell: Cell) -> Result:
+    """Run a cell, and return its outcome."""
+    module, _, name = cell.function.partition(":")
     try:
-        with execution_mode(getattr(ms, f"{here.mode}_MODE")):
-            found = getattr(importlib.import_module(module), name)(here)
+        with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
+            found = getattr(importlib.import_module(module), name)(cell)
     except SkippedCell as why:
-        return _result("skipped", str(why)) | {"facts": facts}
-    return _result(*judge(found), *found[:2]) | {"facts": facts}
+        return _result("skipped", str(why))
+    return _result(*judge(found), found.difference, found.tolerance)
 
 
-def _result(outcome: str, said: str, *numbers: float) -> dict[str, Any]:
-    difference, allowed = (value if math.isfinite(value) else None for value in numbers or (math.nan, math.nan))
-    return {"outcome": outcome, "said": said, "difference": difference, "tolerance": allowed}
+def _result(outcome: str, said: str, difference: float = math.nan, tolerance: float = math.nan) -> Result:
+    result: Result = {"outcome": outcome, "said": said, "difference": None, "tolerance": None}
+    # JSON has no Inf and no NaN.
+    for name, value in (("difference", difference), ("tolerance", tolerance)):
+        if math.isfinite(value):
+            result[name] = value
+    return result
 
 
 def judge(found: Found) -> tuple[str, str]:

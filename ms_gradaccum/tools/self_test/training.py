@@ -11,10 +11,11 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.device import product_dtype
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, ParallelChoice
-from ms_gradaccum.tools.whole_batch import ClippedOptimizer, Values, compare, train_whole, values_of, worst
+from ms_gradaccum.tools.whole_batch import Run, WholeBatch, relative_differences, total_norm
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 ALONE = "one process"
@@ -24,13 +25,17 @@ _KINDS: dict[str, ParallelChoice] = {
     "HSDP level2": HSDP(threshold=0, optimizer_level="level2"),
 }
 _FLOAT32 = TOLERANCES[ms.float32].rounding
-_MICRO_SIZE, _RATE, _MOMENTUM = 3, 0.1, 0.9
+_MICRO_SIZE = 3
+_RATE = 0.1
+_MOMENTUM = 0.9
 _DEVIATIONS = 4.0
-_INPUTS, _HIDDEN, _OUTPUTS = 12, 32, 4
+_INPUTS = 12
+_HIDDEN = 32
+_OUTPUTS = 4
 # The number of consecutive roundings in the forward and the backward pass of the MLP.
 _ROUNDINGS = 10
 
-Arrays = tuple[np.ndarray[Any, Any], ...]
+Arrays = tuple[Array, ...]
 
 
 class SkippedCell(Exception):
@@ -105,6 +110,11 @@ def labelled_rows(number: int, rows: int) -> Arrays:
     return inputs, labels
 
 
+def values_of(network: nn.Cell) -> list[Array]:
+    """Return the trainable parameters of a network in their order, since a step may rename them."""
+    return [parameter.asnumpy().copy() for parameter in network.trainable_params()]
+
+
 class Training:
     """A network with the step that trains it in windows, and the losses and norms of its updates."""
 
@@ -117,9 +127,13 @@ class Training:
         around: Callable[[nn.Cell], nn.Cell] = lambda cell: cell,
         **settings: Any,
     ) -> None:
-        self.cell, self.whole_loss, self.batch = cell, whole_loss or nn.MSELoss(), batch
-        self.network, self.settings = perceptron(), settings
-        self.reports: list[tuple[float, float]] = []
+        self.cell = cell
+        self.whole_loss = whole_loss or nn.MSELoss()
+        self.batch = batch
+        self.settings = settings
+        self.network = perceptron()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
         # Built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
         network = around(GradAccumulation(loss(self.network), _MICRO_SIZE))
@@ -137,36 +151,51 @@ class Training:
     def note(self, output: Any) -> None:
         """Record the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
         norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
-        self.reports.append((float(output[0].asnumpy()), float(norm.asnumpy())))
+        self.losses.append(float(output[0].asnumpy()))
+        self.norms.append(float(norm.asnumpy()))
 
-    def compared(
-        self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value
-    ) -> Found:
+    def compared(self, part: Callable[[int, Array], Array] = lambda index, value: value) -> Found:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
-        batches, clip = self.settings.get("accumulation_steps", 1), self.settings.get("clip")
-        network, rows = perceptron(), self.cell.rows
-        optimizer = ClippedOptimizer(nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM), clip)
-        data = [self.batch(number, rows) for number in range(2 * batches)]
-        joined = [map(np.concatenate, zip(*window)) for window in (data[:batches], data[batches:])]
-        start, loss_cell = values_of(network), nn.WithLossCell(network, self.whole_loss).set_train()
-        with op_by_op():
-            reports = train_whole(loss_cell, optimizer, [tuple(map(Tensor, arrays)) for arrays in joined])
-        start, whole = ({key: part(key, value) for key, value in each.items()} for each in (start, values_of(network)))
-        apart = compare(values or values_of(self.network), whole, start)
-        allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), rows * batches * _HIDDEN, _ROUNDINGS)
+        start = [part(i, value) for i, value in enumerate(values_of(perceptron()))]
+        network = perceptron()
+        whole = self._train_whole(network)
+        values = [part(i, value) for i, value in enumerate(values_of(network))]
+        whole = whole._replace(changes=list(map(np.subtract, values, start)))
+        changes = list(map(np.subtract, values_of(self.network), start))
+        found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
+        worst = max(found, key=lambda name: found[name])
         # The parameters are rounded in each of two updates.
-        largest = max(float(np.abs(value).max()) for value in whole.values())
-        allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / apart.moved
-        found = {"parameters": apart.difference / apart.moved}
-        if self.reports:
-            theirs = np.array(reports[-len(self.reports) :])
-            # NumPy's maximum of numbers with a NaN is NaN.
-            losses, norms = (np.abs(np.array(self.reports) - theirs) / theirs).max(0)
-            found |= {"losses": float(losses), "norms": float(norms)}
-        return Found(found[worst(found)], allowed, worst(found))
+        largest = max(float(np.abs(value).max()) for value in values)
+        moved = max(float(np.abs(change).max()) for change in whole.changes)
+        terms = self.cell.rows * self._window * _HIDDEN
+        allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), terms, _ROUNDINGS)
+        allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / moved
+        return Found(found[worst], allowed, worst)
+
+    @property
+    def _window(self) -> int:
+        return int(self.settings.get("accumulation_steps", 1))
+
+    def _train_whole(self, network: nn.Cell) -> Run:
+        """Train a network with MindSpore's own step. Return the losses and norms of the updates that ours has made."""
+        parameters = network.trainable_params()
+        optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
+        loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
+        losses = []
+        norms = []
+        with op_by_op():
+            whole = WholeBatch("test", loss_cell, parameters, optimizer, self.settings.get("clip"))
+            for first in (0, self._window):
+                batches = [self.batch(number, self.cell.rows) for number in range(first, first + self._window)]
+                joined = map(np.concatenate, zip(*batches))
+                loss_value, grads = whole.train(*map(Tensor, joined))
+                losses.append(loss_value)
+                norms.append(total_norm(grads))
+        own = slice(2 - len(self.losses), None)
+        return Run(losses[own], [], norms=norms[own])
 
 
 def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:
     """Return the largest relative difference that rounding explains."""
-    of_layers = max(TOLERANCES[each].rounding for each in (dtype, product_dtype(device)))
+    of_layers = max(TOLERANCES[dtype].rounding, TOLERANCES[product_dtype(device)].rounding)
     return _DEVIATIONS * (math.sqrt(terms) * _FLOAT32 + math.sqrt(roundings) * of_layers)

@@ -18,8 +18,7 @@ from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell, Training, labelled_rows
-from ms_gradaccum.tools.whole_batch import values_of
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell, Training, labelled_rows, values_of
 
 _SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
 _MAX_NORM = 0.25  # Below the norms of the gradients, which are at least 0.8.
@@ -66,8 +65,8 @@ def overflow(cell: Cell) -> Found:
     inputs, labels = training.batch(9, cell.rows)
     inputs[-1, 0] = np.inf
     output = training.step(*cell.share((inputs, labels)))
-    changed = any((value != before[name]).any() for name, value in values_of(training.network).items())
-    if changed or bool(output.updated.asnumpy()):
+    is_unchanged = all(map(np.array_equal, values_of(training.network), before))
+    if not is_unchanged or bool(output.updated.asnumpy()):
         raise ValueError("a window with an Inf in its gradient made an update")
     output = training.step(*cell.share(training.batch(0, cell.rows)))
     training.note(output)
@@ -94,12 +93,13 @@ def resume_other(cell: Cell) -> Found:
 def one_graph(cell: Cell) -> Found:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
+    batches = [training.batch(number, cell.rows) for number in (0, 1)]
     if not has_data_sink(cell.device):
         graph = ms.jit(training.step)
-        for number in (0, 1):
-            training.note(graph(*cell.share(training.batch(number, cell.rows))))
+        for batch in batches:
+            training.note(graph(*cell.share(batch)))
         return training.compared()
-    arrays = tuple(map(np.concatenate, zip(*(training.batch(number, cell.rows) for number in (0, 1)))))
+    arrays = tuple(map(np.concatenate, zip(*batches)))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)
     Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
     return training.compared()
@@ -127,15 +127,14 @@ def semi_auto(cell: Cell) -> Found:
     second.matmul.shard(((dp, 2), (1, 2)))
     second.bias_add.shard(((dp, 1), (1,)))
     # The two processes of one row of the mesh have the same rows of the data.
-    batches = (training.batch(number, cell.rows) for number in (0, 1))
-    parts = [[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch] for batch in batches]
     step = training.step
     for parameter in step.get_parameters():
         parameter.init_data()
-    for batch in parts:
-        training.note(step(*batch))
-    names, layouts = [parameter.name for parameter in step.network.trainable_params()], step.parameter_layout_dict
-    return training.compared(part=lambda i, value: own_part(value, layouts.get(names[int(i)]), cell.rank))
+    for number in (0, 1):
+        batch = training.batch(number, cell.rows)
+        training.note(step(*[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch]))
+    names = [parameter.name for parameter in step.network.trainable_params()]
+    return training.compared(lambda i, value: own_part(value, step.parameter_layout_dict.get(names[i]), cell.rank))
 
 
 def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:

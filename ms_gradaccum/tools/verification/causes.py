@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from mindspore import nn
 
 from ms_gradaccum._checks import listed
-from ms_gradaccum.advice.loss_measurement import BATCH_NORMS, DROPOUTS, HIDE, acts_otherwise_in_training
-from ms_gradaccum.tools.verification.experiment import Experiment, Run, is_finite, misfit
+from ms_gradaccum.advice.loss_measurement import HIDE
+from ms_gradaccum.backend.training_cells import BATCH_NORMS, DROPOUTS, acts_otherwise_in_training
+from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.whole_batch import Run, largest_difference
 
 _NUM_SHOWN = 5
 _UNKNOWN = (
@@ -22,7 +24,7 @@ def causes_of(
     runs = {"the window": window, "the whole batch": whole}
     if reference is not None:
         runs["the reference"] = reference
-    places = [name for name, run in runs.items() if not is_finite(run)]
+    places = [name for name, run in runs.items() if not run.is_finite]
     if places:
         return (
             f"An Inf or NaN in {' and '.join(places)}: nothing can be compared. Look for a mean over no tokens or an "
@@ -42,7 +44,7 @@ def causes_of(
 
 def _of_dropout(experiment: Experiment, whole: Run, rtol: float) -> str:
     layers = _layers(experiment, DROPOUTS)
-    if not layers or misfit(whole, experiment.whole(same_random=False)) <= rtol:
+    if not layers or largest_difference(whole, experiment.whole(same_random=False)) <= rtol:
         return ""
     return (
         f"Dropout ({listed([*layers], _NUM_SHOWN)}): two runs of the whole batch differ. Each micro batch draws its "
@@ -80,16 +82,19 @@ def _of_loss(experiment: Experiment) -> str:
 
 
 def _of_reference(whole: Run, reference: Run | None, rtol: float) -> str:
-    if reference is None or misfit(whole, reference) <= rtol:
+    if reference is None or largest_difference(whole, reference) <= rtol:
         return ""
+    losses = f"losses {whole.losses[0]:.4g} and {reference.losses[0]:.4g}"
     return (
-        f"network differs from reference on the whole batch (losses {whole.loss:.4g} and {reference.loss:.4g}). Remove "
-        f"a division by the number of micro batches, or give the loss cell that network stands for."
+        f"network differs from reference on the whole batch ({losses}). Remove a division by the number "
+        f"of micro batches, or give the loss cell that network stands for."
     )
 
 
 def _layers(experiment: Experiment, kinds: tuple[type[nn.Cell], ...]) -> dict[str, nn.Cell]:
     """Return the layers of these kinds that act otherwise in training than in evaluation, by name."""
-    cells = experiment.network.network.cells_and_names()
-    found = {name: cell for name, cell in cells if isinstance(cell, kinds)}
-    return {name or "the network": cell for name, cell in found.items() if acts_otherwise_in_training(cell)}
+    found = {}
+    for name, cell in experiment.network.network.cells_and_names():
+        if isinstance(cell, kinds) and acts_otherwise_in_training(cell):
+            found[name or "the network"] = cell
+    return found

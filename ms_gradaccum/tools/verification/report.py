@@ -8,7 +8,8 @@ import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.text import aligned
-from ms_gradaccum.tools.verification.experiment import Experiment, Run, misfits, norm_of, relative
+from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.whole_batch import Run, norm_of, parameter_differences, relative
 
 _SHOWN = 20
 
@@ -58,12 +59,14 @@ class CompileReport:
     speedup: float = math.nan
 
     def __str__(self) -> str:
+        verdict = "equal" if self.equal else "not equal"
         faster = "" if math.isnan(self.speedup) else f", {self.speedup:.2g} times as fast"
-        lines = [f"Compiled: {'equal' if self.equal else 'not equal'}{faster}."]
-        lines.extend(_table(self.parameters, "compiled / op by op"))
+        lines = [f"Compiled: {verdict}{faster}."]
+        lines += _table(self.parameters, "compiled / op by op")
         if not self.equal and self.parameters:
             lines.append(f"Loss: {self.compiled_loss:.8g} compiled, {self.eager_loss:.8g} op by op.")
-        return "\n".join([*lines, *(f"- {cause}" for cause in self.causes)])
+        lines += [f"- {cause}" for cause in self.causes]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -91,41 +94,53 @@ class VerifyReport:
     compiled: CompileReport | None = None
 
     def __str__(self) -> str:
-        differing, total = sum(entry.differs for entry in self.parameters), len(self.parameters)
+        total = len(self.parameters)
+        differing = sum(entry.differs for entry in self.parameters)
         count = f"{differing} of {total} differ" if differing else f"All {total} equal"
         lines = _table(self.parameters, "window / whole")
         lines.append(f"{count} (rtol {self.rtol:g}). Micro batches of {', '.join(map(str, self.micro_batches))} rows.")
         lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
-        compiled = [] if self.compiled is None else [str(self.compiled)]
-        return "\n".join([*lines, *(f"- {cause}" for cause in self.causes), *compiled])
+        lines += [f"- {cause}" for cause in self.causes]
+        if self.compiled is not None:
+            lines.append(str(self.compiled))
+        return "\n".join(lines)
 
 
 def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
     """Compare two runs parameter by parameter, and return the worst first."""
-    names, start = [parameter.name for parameter in experiment.parameters], experiment.start.tensors
-    rows = zip(names, window.grads, whole.grads, misfits(window, whole))
-    entries = [_entry(name, "gradient", a, b, miss, rtol) for name, a, b, miss in rows]
-    for place in sorted({*window.state, *whole.state}):
-        a, b = (run.state.get(place, start.values[place]).astype(np.float64) for run in (window, whole))
-        miss = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
-        entries.append(_entry(start.tensors[place].name, "state", a, b, miss, rtol))
+    start = experiment.start.tensors
+    misfits = parameter_differences(window, whole)
+    entries = []
+    for parameter, a, b, misfit in zip(experiment.parameters, window.changes, whole.changes, misfits):
+        entries.append(_entry(parameter.name, "gradient", a, b, misfit, rtol))
+    for place in sorted(window.state.keys() | whole.state.keys()):
+        a = window.state.get(place, start.values[place]).astype(np.float64)
+        b = whole.state.get(place, start.values[place]).astype(np.float64)
+        misfit = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
+        entries.append(_entry(start.tensors[place].name, "state", a, b, misfit, rtol))
     return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 
-def _entry(name: str, kind: str, window: Array, whole: Array, miss: float, rtol: float) -> ParameterDifference:
-    ratio = 1.0 if norm_of(window) == norm_of(whole) else relative(norm_of(window), norm_of(whole))
+def _entry(name: str, kind: str, window: Array, whole: Array, misfit: float, rtol: float) -> ParameterDifference:
     largest = float(np.abs(window.astype(float) - whole).max(initial=0.0))
-    return ParameterDifference(name, kind, largest, miss, ratio, not miss <= rtol)  # A NaN differs.
+    ratio = 1.0
+    if norm_of(window) != norm_of(whole):
+        ratio = relative(norm_of(window), norm_of(whole))
+    return ParameterDifference(name, kind, largest, misfit, ratio, misfit > rtol)
 
 
 def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
     """Return the lines of a table of the entries that differ, which come first."""
-    rows = [("parameter", "kind", "max difference", "relative", ratio)]
     differing = [entry for entry in entries if entry.differs]
+    if not differing:
+        return []
+    rows = [("parameter", "kind", "max difference", "relative", ratio)]
     for entry in differing[:_SHOWN]:
         numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
         rows.append((entry.name, entry.kind, *numbers))
-    more = [f"... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
-    return [*aligned(rows), *more] if differing else []
+    lines = list(aligned(rows))
+    if len(differing) > _SHOWN:
+        lines.append(f"... and {len(differing) - _SHOWN} more")
+    return lines

@@ -9,14 +9,16 @@ from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import first_line, require
+from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.backend.tolerances import TOLERANCES
+from ms_gradaccum.backend.training_cells import DROPOUTS
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.causes import causes_of
-from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
+from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
+from ms_gradaccum.tools.whole_batch import Run, largest_difference
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
 
 _OWNER = "verify"
@@ -99,8 +101,11 @@ def verify(
         The loss of two micro batches together is not the mean of their losses (...): rows interact, ...
     """
     compiles = check_compile(_OWNER, compile)
-    rule, remedy = "None where MS_JIT=0 has nothing compiled", "Unset MS_JIT, or leave compile out."
-    require(not compiles or os.getenv("MS_JIT") != "0", _OWNER, "compile", rule, True, remedy)
+    if compiles and os.getenv("MS_JIT") == "0":
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'compile' must be None where MS_JIT=0 has nothing compiled, but got True. "
+            f"Unset MS_JIT, or leave compile out."
+        )
     grad_accumulation = _wrapped(network, micro_size, weighted, batch_axis)
     _check_reference(reference, grad_accumulation.network)
     if rtol is not None:
@@ -112,7 +117,9 @@ def verify(
     try:
         experiment = Experiment(grad_accumulation, inputs, reference, start)
         report = _report(experiment, rtol)
-        return replace(report, compiled=_compare_compiled(experiment, rtol) if compiles else None)
+        if compiles:
+            report = replace(report, compiled=_compare_compiled(experiment, rtol))
+        return report
     finally:
         start.put_back()
 
@@ -120,22 +127,32 @@ def verify(
 def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch_axis: BatchAxis) -> GradAccumulation:
     """Wrap a loss cell in a GradAccumulation; return a GradAccumulation itself, if the settings match."""
     network = check.check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
-    network = adopted(network.network if isinstance(network, AutoParallel) else network)
-    rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
-    require(not isinstance(network, nn.TrainOneStepCell), _OWNER, "network", rule, kind, "Give its network.")
-    found = network.trainable_params()
-    require(found, _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    network = adopted(network)
+    if isinstance(network, nn.TrainOneStepCell):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'network' must be a GradAccumulation or a loss cell, but got "
+            f"{type(network).__name__}. Give its network."
+        )
+    if not network.trainable_params():
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'network' must be one with trainable parameters, but got none. Give the "
+            f"loss cell."
+        )
     if not isinstance(network, GradAccumulation):
         count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
-    axis, weighted = check_batch_axis(batch_axis), check_weighted(_OWNER, weighted, remedy)
-    size = micro_size if micro_size is None else check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
-    given = (("micro_size", size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
-    for name, value, default in given:
+    if micro_size is not None:
+        check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+    weighted = check_weighted(_OWNER, weighted, remedy)
+    given = (("micro_size", micro_size, None), ("weighted", weighted, False))
+    for name, value, default in (*given, ("batch_axis", check_batch_axis(batch_axis), 0)):
         own = getattr(network, name)
-        rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-        require(value in (own, default), _OWNER, name, rule, repr(value), remedy)
+        if value not in (own, default):
+            rule = f"{default!r} or that of the GradAccumulation, {own!r}"
+            raise ValueError(check.argument_error(_OWNER, name, rule, repr(value), remedy))
     return network
 
 
@@ -146,9 +163,10 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
     known = {id(parameter) for parameter in reference.get_parameters()}
     missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
     if missing:
-        rule, remedy = "a loss cell of the parameters of network", "Build it around the same network."
-        got = f"one without {len(missing)} of them, first {missing[0]!r}"
-        raise ValueError(check.argument_error(_OWNER, "reference", rule, got, remedy))
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'reference' must be a loss cell of the parameters of network, but got one "
+            f"without {len(missing)} of them, first {missing[0]!r}. Build it around the same network."
+        )
 
 
 def _report(experiment: Experiment, rtol: float) -> VerifyReport:
@@ -161,17 +179,25 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
         reference = experiment.whole(by_reference=True)
         expected = reference._replace(state=whole.state)
     entries = differences(experiment, window, expected, rtol)
-    differing = [entry for entry in entries if entry.differs]
     causes: tuple[str, ...] = ()
-    if differing:
-        moved = [entry.name for entry in differing if entry.kind == "state"]
+    is_equal = not any(entry.differs for entry in entries)
+    if not is_equal:
+        moved = [entry.name for entry in entries if entry.differs and entry.kind == "state"]
         causes = causes_of(experiment, window, whole, reference, moved, rtol)
-    return VerifyReport(not differing, tuple(entries), window.loss, expected.loss, experiment.rows, rtol, causes)
+    return VerifyReport(
+        equal=is_equal,
+        parameters=tuple(entries),
+        window_loss=window.losses[0],
+        whole_loss=expected.losses[0],
+        micro_batches=experiment.rows,
+        rtol=rtol,
+        causes=causes,
+    )
 
 
 def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     """Compare the window op by op and compiled, without dropout, because its masks cannot be repeated."""
-    eager, how = replace(experiment, frozen=("Dropout",)), "run op by op"
+    eager, how = replace(experiment, frozen=DROPOUTS), "run op by op"
     try:
         with execution_mode(ms.PYNATIVE_MODE):
             first, again, slow = _run_twice(eager)
@@ -179,12 +205,22 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
             other, _, fast = _run_twice(replace(eager, compiles=True))
     except Exception as error:
         return CompileReport(False, causes=(f"The network cannot be {how}: {first_line(error)}",))
-    if not is_finite(first) or misfit(first, again) > rtol:
-        cause = _RANDOM if is_finite(first) else "An Inf or NaN in the run op by op: nothing can be compared."
-        return CompileReport(False, causes=(cause,), speedup=slow / fast)
+    speedup = slow / fast
+    if not first.is_finite:
+        cause = "An Inf or NaN in the run op by op: nothing can be compared."
+        return CompileReport(False, causes=(cause,), speedup=speedup)
+    if largest_difference(first, again) > rtol:
+        return CompileReport(False, causes=(_RANDOM,), speedup=speedup)
     entries = differences(eager, other, first, rtol)
-    equal = misfit(first, other) <= rtol and not any(entry.differs for entry in entries)
-    return CompileReport(equal, tuple(entries), first.loss, other.loss, () if equal else (_DIFFERS,), slow / fast)
+    is_equal = largest_difference(first, other) <= rtol and not any(entry.differs for entry in entries)
+    return CompileReport(
+        equal=is_equal,
+        parameters=tuple(entries),
+        eager_loss=first.losses[0],
+        compiled_loss=other.losses[0],
+        causes=() if is_equal else (_DIFFERS,),
+        speedup=speedup,
+    )
 
 
 def _run_twice(experiment: Experiment) -> tuple[Run, Run, float]:

@@ -17,7 +17,7 @@ from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.tools.self_test.trials import own_part
-from ms_gradaccum.tools.whole_batch import Values
+from simulation.comparison import Values
 from simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 
 _CPU_WORLD_GROUP = "mccl_world_group"

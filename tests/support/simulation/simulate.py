@@ -28,4 +28,4 @@ def simulate(
     builder = Builder.of("simulate", build)._replace(device=["CPU"])
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
     with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
-        return simulation_of(devices, job.wait(timeout, lambda phase: None))
+        return simulation_of(devices, job.wait(timeout))

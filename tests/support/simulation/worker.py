@@ -23,8 +23,9 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
-from ms_gradaccum.tools.whole_batch import ClippedOptimizer, LossOnly, Values, compare, train_whole
+from ms_gradaccum.tools.whole_batch import MeanLoss, WholeBatch
 from ms_gradaccum.training.step_output import OutputFields
+from simulation.comparison import Values, compare
 from simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
 from simulation.partition import connect, messages_of, partition, tensor_bytes
 from simulation.report import Program
@@ -33,25 +34,24 @@ _OWNER = "simulate"
 _Built = tuple[TrainOneStepCell, tuple[Any, ...]]
 
 
-def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> dict[str, Any]:
-    """Do the part of one rank, and return its report."""
-    meeting.join(*connect())
-    meeting.phase("building")
+def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
+    """Do the part of one rank, and yield its report."""
+    rank, size = connect()
+    meeting.join(rank)
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
     # The programs of all devices have the same size, so without `run` one is enough.
-    if meeting.rank == 0 or updates:
+    if rank == 0 or updates:
         step, batch = build()
         if updates:
             start = whole_values(step)
-            if meeting.rank == 0:
+            if rank == 0:
                 # All ranks start with the parameters of rank 0 before the compiler splits them.
                 np.savez(meeting.folder / "start.npz", **start)
-        meeting.phase(f"compiling for {meeting.size} devices")
-        model, found["ours"] = _compiled(step, batch, meeting.size)
+        model, found["ours"] = _compiled(step, batch, size)
         if updates:
-            found["run"] = _run(meeting, build, step, model, batch, updates)
-    return found
+            found["run"] = _run(meeting, size, build, step, model, batch, updates)
+    yield found
 
 
 def build_step(builder: Builder, home: str) -> _Built:
@@ -119,14 +119,18 @@ def _compiled(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> tupl
 
 
 def _run(
-    meeting: Meeting, build: Callable[[], _Built], step: Any, model: Any, batch: tuple[Any, ...], updates: int
+    meeting: Meeting,
+    size: int,
+    build: Callable[[], _Built],
+    step: Any,
+    model: Any,
+    batch: tuple[Any, ...],
+    updates: int,
 ) -> dict[str, Any]:
     """Train with the partitioned program and, on rank 0, with the whole batch, and compare."""
-    meeting.phase("waiting for the other ranks")
-    meeting.wait_for("compiled")
+    _wait_for("compiled", meeting, size)
     rank, layouts, path = meeting.rank, step.parameter_layout_dict, meeting.folder / "whole.npz"
     start: Values = dict(np.load(meeting.folder / "start.npz"))
-    meeting.phase(f"training on {meeting.size} CPU processes")
     # The layouts include those of the inputs of construct: inputs0, inputs1, and so on.
     inputs = {f"inputs{i}": item.asnumpy() for i, item in enumerate(batch) if isinstance(item, Tensor)}
     parts = {name: Tensor(part) for name, part in own_parts(inputs, layouts, rank).items()}
@@ -137,12 +141,18 @@ def _run(
     losses, updated = [report.loss for report in reports], [bool(report.updated) for report in reports]
     found = {"losses": losses, "updated": updated}
     if rank == 0:
-        meeting.phase("training on the whole batch")
         found["whole_losses"], whole = _train_whole(build()[0], start, batch, sum(updated))
         np.savez(path, **whole)
-    meeting.wait_for("whole")
+    _wait_for("whole", meeting, size)
     whole, start = (own_parts(values, layouts, rank) for values in (dict(np.load(path)), start))
     return found | compare(program.values(), whole, start)._asdict()
+
+
+def _wait_for(name: str, meeting: Meeting, size: int) -> None:
+    """Wait until all ranks have reached this point. A collective would time out while others compile."""
+    (meeting.folder / f"at_{name}_{meeting.rank}").touch()
+    while len(list(meeting.folder.glob(f"at_{name}_*"))) < size:
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -160,10 +170,12 @@ def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[li
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
     # The user's function may have set another mode.
     auto_parallel_context().reset()
-    optimizer = ClippedOptimizer(step.optimizer, step.body.clip)
     for parameter in (*step.network.get_parameters(), *step.optimizer.get_parameters()):
         if parameter.name in start:
             parameter.set_data(Tensor(start[parameter.name], parameter.dtype))
     with graph_mode(), inlined([cell for _, cell in step.network.cells_and_names()]):
-        reports = train_whole(LossOnly(step.network), optimizer, [batch] * updates, norms=False)
-    return [loss for loss, _ in reports], {each.name: each.asnumpy() for each in step.optimizer.parameters}
+        parameters = step.optimizer.parameters
+        loss_cell = MeanLoss(step.network.whole_loss_of())
+        whole = WholeBatch(_OWNER, loss_cell, parameters, step.optimizer, step.body.clip)
+        losses = [whole.train(*batch)[0] for _ in range(updates)]
+    return losses, {each.name: each.asnumpy() for each in step.optimizer.parameters}

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from mindspore import Parameter, nn
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.advice.loss_measurement import BATCH_NORMS, IN_TRAINING_ONLY
 from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.training_cells import BATCH_NORMS, IN_TRAINING_ONLY, acts_otherwise_in_training, follows_mode
 
 FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
 
@@ -14,20 +14,24 @@ FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback
 def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
-    norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and takes_batch_statistics(cell)]
-    has_parts = network.micro_size > 1 or adds_batches
-    in_training = any(cell.training for cell in cells)
-    if has_parts and norms:
+    norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and acts_otherwise_in_training(cell)]
+    if norms and (adds_batches or network.micro_size > 1):
         warn(
-            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
-            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
+            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
+            f"from the whole batch. Use GroupNorm, or freeze its statistics with {FREEZE}."
         )
-    idle = [cell.cls_name for cell in cells if isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell)]
-    if idle and not in_training:
+    if any(cell.training for cell in cells):
+        return
+    idle = next((cell for cell in cells if _needs_training_mode(cell)), None)
+    if idle is not None:
         warn(
-            f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
-            f"training. Call set_train() of the training step or of the network before the first batch."
+            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} does not do what it does "
+            f"in training. Call set_train() of the training step or of the network before the first batch."
         )
+
+
+def _needs_training_mode(cell: nn.Cell) -> bool:
+    return isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell)
 
 
 def frozen_cell(network: nn.Cell) -> str:
@@ -35,25 +39,19 @@ def frozen_cell(network: nn.Cell) -> str:
     cells = dict(network.cells_and_names())
     in_training = any(cell.training for cell in cells.values())
     whole = len(network.trainable_params())
-    # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
-    told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
-    parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
-    frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
+    frozen: set[int] = set()
+    for cell in cells.values():
+        # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
+        if cell.phase == "predict" and not cell.training:
+            if len(cell.trainable_params()) == whole:  # This was the whole network.
+                frozen.clear()
+                break
+            frozen.update(id(inner) for _, inner in cell.cells_and_names())
     for name, cell in cells.items():
-        is_idle = isinstance(cell, IN_TRAINING_ONLY) and follows_mode(cell) and not cell.training
+        is_idle = _needs_training_mode(cell) and not cell.training
         if is_idle and (in_training or id(cell) in frozen):
             return f"{cell.cls_name} {name!r}"
     return ""
-
-
-def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell follows its mode: not a BatchNorm with a fixed setting, nor a Dropout with p = 0."""
-    return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
-
-
-def takes_batch_statistics(norm: nn.Cell) -> bool:
-    """Return whether a BatchNorm uses the statistics of its batch."""
-    return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
 def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:

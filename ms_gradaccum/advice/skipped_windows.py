@@ -1,0 +1,61 @@
+"""The warning of the first window that makes no update, because its gradient is not finite."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from mindspore import Tensor
+
+from ms_gradaccum._checks import warn
+from ms_gradaccum.gradients.buffer import GradientBuffer
+
+# The squares of larger numbers are Inf in float32, added up over a large gradient.
+_MAX_WITH_FINITE_SQUARES = 1e12
+
+
+class SkippedWindows:
+    """Warn once of a skipped window, unless the search for a loss scale explains it."""
+
+    has_warned = False
+
+    def __init__(self, owner: str, buffers: Sequence[GradientBuffer]) -> None:
+        self.owner = owner
+        self.buffers = buffers
+
+    def note(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
+        """Look at a window that is skipped, before its sums are cleared."""
+        if self.has_warned:
+            return
+        scale = float(loss_scale.asnumpy())
+        is_scaled = scale > 1.0
+        if searches and is_scaled:
+            return
+        self.has_warned = True
+        why = self._why_not_finite(float(weight.asnumpy()), scale)
+        remedy = "lower the loss scale or the learning rate" if is_scaled else "lower the learning rate"
+        warn(
+            f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window makes "
+            f"no update, and later windows like it are skipped without a warning. Look for NaN in the data and the "
+            f"loss, or {remedy}."
+        )
+
+    def _why_not_finite(self, weight: float, scale: float) -> str:
+        """Return the cause of a non-finite norm. A sum is ``weight`` times ``scale`` times the gradient."""
+        if weight == 0.0:
+            return "an Inf or a NaN in each micro batch"
+        if not math.isfinite(weight):
+            return f"the weight {weight}"
+        largest = 0.0
+        largest_name = ""
+        for buffer in self.buffers:
+            for name, total in zip(buffer.names, buffer.sums):
+                size = float(np.abs(total.asnumpy()).max(initial=0.0))
+                if not math.isfinite(size):
+                    return f"an Inf or a NaN for the parameter {name!r}"
+                if size >= largest:
+                    largest = size
+                    largest_name = name
+        if largest < _MAX_WITH_FINITE_SQUARES:
+            return "an Inf or a NaN in another rank's shard"
+        size = largest / weight / scale
+        return f"up to {size:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"

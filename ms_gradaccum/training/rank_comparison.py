@@ -1,0 +1,65 @@
+"""The comparison of the ranks of a training: their first inputs, learning rates and parameters."""
+
+from collections.abc import Sequence
+
+from mindspore import nn
+
+from ms_gradaccum.advice.advisor import SilentAdvisor
+from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.optimizers import settable_rates
+from ms_gradaccum.batch.split import Flattened
+from ms_gradaccum.parallel.reduced import schedulers_of
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, check_states, digest, gather_states
+from ms_gradaccum.training.events import Events
+
+
+class RankComparison:
+    """The comparison of this rank with the others, which all must make at the same time."""
+
+    # This rank's first batch or gradients since the last comparison.
+    first: FirstInput | None = None
+    ended = 0  # The number of ended windows.
+
+    def __init__(
+        self,
+        owner: str,
+        network: nn.Cell,
+        optimizers: Sequence[nn.Cell],
+        reducers: Sequence[GradientReducer],
+        events: Events,
+        advisor: SilentAdvisor,
+    ) -> None:
+        self.owner = owner
+        self.network = network
+        self.optimizers = optimizers
+        self.reducers = reducers
+        self.events = events
+        self.advisor = advisor
+
+    def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
+        """Record the first batch or gradients of this rank, and its rows if it counts by them."""
+        if self.first is not None:
+            return
+        tensors = Flattened((inputs,)).tensors
+        if not tensors:
+            self.first = NO_INPUT
+            return
+        reducing = schedulers_of(self.network)
+        code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
+        self.first = FirstInput(what, digest(tensors), 0.0 if self.network.weighted else rows, code.reductions()[:1])
+
+    def end_window(self) -> None:
+        """Compare in windows 1, 2, 4, 8 and so on."""
+        self.ended += 1
+        if self.ended.bit_count() == 1:
+            self.compare()
+
+    def compare(self) -> None:
+        """Raise if learning rates, parameters or averages differ. Collective."""
+        shared = [each for reducer in self.reducers for each in reducer.shared()]
+        averages = sorted(self.events.attached)
+        states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
+        self.first = NO_INPUT
+        self.advisor.after_first_inputs([state.first for state in states])
+        check_states(self.owner, states)
