@@ -1,4 +1,4 @@
-"""What containers, closures and random generators hold, to see whether it changes and to restore it."""
+"""Values that containers, closures and random generators hold: were they changed, and how are they restored."""
 
 import random
 from collections import deque
