@@ -1,4 +1,4 @@
-"""What containers, closures and random generators hold, to see whether it changes and to restore it."""
+"""The contents of containers, closures and random generators, to see whether it changes and to restore it."""
 
 import random
 from collections import deque
