@@ -1,4 +1,4 @@
-"""Values that containers, closures and random generators hold: were they changed, and how are they restored."""
+"""The contents of containers, closures and random generators, to see whether it changes and to restore it."""
 
 import random
 from collections import deque
