@@ -128,7 +128,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
         if label_smoothing >= 1:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing}. "
+                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing:g}. "
                 f"It is the share of the label that all classes have."
             )
         z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")

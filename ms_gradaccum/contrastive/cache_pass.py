@@ -55,8 +55,11 @@ class CachePass(Preparation):
         self.batch_axis = batch_axis
         self.like = like
         self.reducer = reducer
+        dtype = mstype.float32
+        if like.micro_loss.half:
+            dtype = mstype.float16
         # The largest rounding difference between the two passes, relative to the largest number of a row.
-        self.max_distance = TOLERANCES[mstype.float16 if like.micro_loss.half else mstype.float32].tensors
+        self.max_distance = TOLERANCES[dtype].tensors
         self.state = _State(network.backbone, like.parameters)
         what = "the state of the network"
         self.save_state = Compiled(lambda: Method(self.state, "save"), self.owner, what)

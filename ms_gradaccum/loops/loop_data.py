@@ -15,7 +15,7 @@ class Positioned(Protocol):
 
 
 class DataBatch(NamedTuple):
-    """Facts about a batch before it is trained."""
+    """A batch of the data, before it is trained."""
 
     is_last: bool  # True if it is the last one of the data.
     epoch: int | None  # None outside prepared datasets.
