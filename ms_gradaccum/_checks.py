@@ -80,8 +80,8 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
                 hint += f" for {name}"
             meant.append(hint)
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
-    names = ", ".join(map(repr, unknown))
-    raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
+    noun = "argument" if len(unknown) == 1 else "arguments"
+    raise TypeError(f"For '{owner}', unexpected {noun} {', '.join(map(repr, unknown))}. {remedy}")
 
 
 class FrozenAfterInit:
@@ -99,8 +99,8 @@ class FrozenAfterInit:
             kind = next(each.__name__ for each in own.__mro__ if each.__module__.startswith(f"{__package__}."))
             if name not in own._obeyed:
                 raise ValueError(
-                    f"For '{kind}', the argument '{name}' must be the one that it was built with, but got another one. "
-                    f"Build a new {kind}; an optimizer goes with one."
+                    f"For '{kind}', the argument '{name}' cannot be changed after construction. Build a new {kind}; an "
+                    f"optimizer goes with one."
                 )
             value = own._obeyed[name](value)
         super().__setattr__(name, value)
@@ -309,9 +309,9 @@ def is_lost(owner: str, error: BaseException) -> bool:
     lost = _LOST.search(f"{error}") is not None
     if lost and not f"{error}".startswith("For '"):
         error.args = (
-            f"For '{owner}', the ranks must do the same in the same order, but another rank gave no answer, or sent "
-            f"another message. Perhaps one of them has saved, stopped, flushed or evaluated alone, has another number "
-            f"of batches (of micro batches, where the network communicates), or has ended. See all logs.\n{error}",
+            f"For '{owner}', a collective failed: the ranks made different calls, or one of them ended. Perhaps one "
+            f"has saved, stopped, flushed or evaluated alone, or has another number of batches (of micro batches, "
+            f"where the network communicates). See all logs.\n{error}",
         )
     return lost
 

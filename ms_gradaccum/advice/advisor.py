@@ -9,8 +9,10 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum._checks import GradAccumulationWarning, first_line, warn
 from ms_gradaccum.advice.ambiguous_inputs import explain_split
 from ms_gradaccum.advice.first_batches import FirstBatches
+from ms_gradaccum.advice.fixed_rows import explain_fixed_rows
+from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.gradient_watch import GradientWatch
-from ms_gradaccum.advice.loss_measurement import LossMeasurement, Program, explain_fixed_rows, not_measured
+from ms_gradaccum.advice.loss_measurement import LossMeasurement, not_measured
 from ms_gradaccum.advice.rank_inputs import warn_of_inputs
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch

@@ -15,12 +15,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import first_line, listed, warn
-from ms_gradaccum.advice.gradient_exchange import Program as Program
-from ms_gradaccum.advice.gradient_exchange import gradient_error
+from ms_gradaccum.advice.gradient_exchange import Program, gradient_error
 from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
-from ms_gradaccum.backend.compiled import Eager
 from ms_gradaccum.backend.snapshot import Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import BATCH_NORMS
@@ -92,7 +90,7 @@ class LossMeasurement:
         self.state: Snapshot | None = None
         # A batch of one micro batch that is due, until the next batch is joined with it.
         self.before: Batch | None = None
-        self.moved: list[Tensor] = []  # Large tensors that forward passes have changed so far.
+        self.moved: list[Tensor] = []  # The tensors that forward passes have changed so far.
         # The windows that have begun, and a micro batch of the first one until the second begins.
         self.windows = 0
         self.first: Rows | None = None
@@ -241,18 +239,23 @@ class LossMeasurement:
 
     def _moved_in(self, before: Snapshot) -> list[int]:
         """Return the places of tensors that forward passes have changed, but for BatchNorm's and trained parameters."""
-        norms = [cell for cell in before.cells if isinstance(cell, BATCH_NORMS)]
-        owned = [*self.parameters, *(each for norm in norms for each in norm.get_parameters())]
-        known = set(map(id, owned))
-        tensors = before.tensors.tensors
-        moved = [i for i in before.tensors.changed() if id(tensors[i]) not in known]
-        self.moved += [tensors[i] for i in moved if tensors[i].size > SMALL_SIZE]
+        owned = set(map(id, self.parameters))
+        for cell in before.cells:
+            if isinstance(cell, BATCH_NORMS):
+                owned |= set(map(id, cell.get_parameters()))
+        moved = []
+        for i in before.tensors.changed():
+            tensor = before.tensors.tensors[i]
+            if id(tensor) not in owned:
+                moved.append(i)
+                self.moved.append(tensor)
         return moved
 
     def _of_state(self, passes: Passes, before: Snapshot, moved: list[int], names: list[str], rows: Rows) -> str:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
         tensors = before.tensors
-        names = [repr(getattr(tensors.tensors[i], "name", "a tensor")) for i in moved] + names
+        for i in moved:
+            names.append(repr(getattr(tensors.tensors[i], "name", "a tensor")))
 
         def earlier() -> Loss:
             passes.restore()
@@ -335,13 +338,15 @@ class LossMeasurement:
         for count in NUM_DRAWS:
             for runs, rows in zip(draws, (both, pair.a, pair.b)):
                 runs += [passes.loss(rows, seed=None) for _ in range(count)]
-            values = np.array([[run.value for run in runs] for runs in draws])
-            means = [Loss(float(np.mean(row)), runs[0].weight) for row, runs in zip(values, draws)]
+            means = [Loss(*each) for each in np.mean(draws, axis=1).tolist()]
+            deviations = np.std(draws, axis=1, ddof=1)[:, 0]
             error = self.losses.error(*means)
-            noise = float(values.std(1, ddof=1).max() / np.abs(values.mean(1)).max()) / len(draws[0]) ** 0.5
+            noise = relative(float(deviations.max()), *[mean.value for mean in means]) / len(draws[0]) ** 0.5
             if error <= max(NUM_LIKELY * noise, self.losses.rounding(*means)):
                 return ""
-        return self._sentence(error) if error > NUM_DEVIATIONS * noise else ""
+        if error > NUM_DEVIATIONS * noise:
+            return self._sentence(error)
+        return ""
 
     def _of_draws(self, passes: Passes, pair: Pair) -> str:
         """Return the sentence for a loss that draws random numbers, from passes that draw the same ones.
@@ -355,14 +360,17 @@ class LossMeasurement:
         errors = []
         limit = 0.0
         for seed in range(NUM_SEEDS):
-            runs = [passes.loss(rows, seed) for rows in (first.joined(second), second.joined(second), first, second)]
-            totals = np.array([self.losses.total(run) for run in runs])
+            some = (first.joined(second), second.joined(second), first, second)
+            runs = [passes.loss(rows, seed) for rows in some]
+            totals = np.array(list(map(self.losses.total, runs)))
             change = totals[2] - totals[3]
             errors.append((totals[0] - totals[1]) / change - 1)
             # The rounding of the totals, as a share of the change.
             limit = max(limit, NUM_ORDERS * self.losses.rounding(*runs) * float(np.abs(totals / change).max()))
         error = abs(float(np.mean(errors)))
-        return self._sentence(error) if error > max(limit, NUM_DEVIATIONS * float(np.std(errors))) else ""
+        if error > max(limit, NUM_DEVIATIONS * float(np.std(errors))):
+            return self._sentence(error)
+        return ""
 
     def _sentence(self, error: float) -> str:
         what = "the loss of two micro batches together is not the mean of their losses"
@@ -399,27 +407,6 @@ class LossMeasurement:
                 f"({_percent(error)} apart): rows interact, also in the backward pass, or a term does not show in the "
                 f"loss. {_PAGE}"
             )
-
-
-def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
-    """Let the error of a micro batch begin with the reason if the network takes the whole batch alone."""
-    batch = Rows.of(inputs, network.batch_axis)
-    loss = Eager(network.loss_of(batch.structure), False)
-
-    def takes(rows: Rows) -> bool:
-        try:
-            with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
-                loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
-        except Exception:
-            return False
-        return True
-
-    if takes(batch) and not takes(batch.take(range(size))):
-        text = (
-            f"For '{_OWNER}', the network takes the {batch.size} rows of the batch, but not the {size} rows of a micro "
-            f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
-        )
-        error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])
 
 
 def _percent(error: float) -> str:

@@ -68,20 +68,25 @@ class LossOfRows:
                 program = Eager(build(), False)
             self.programs[structure, is_eager] = program
         outputs = program(Tensor(1.0, ms.float32), *rows.tensors)
-        weight = float(outputs[1].asnumpy()) if self.network.weighted else rows.weight
+        weight = rows.weight
+        if self.network.weighted:
+            weight = float(outputs[1].asnumpy())
         return Loss(float(outputs[0].asnumpy()), weight)
 
     def total(self, loss: Loss) -> float:
         """Return what losses of parts add up to."""
-        return loss.value if self.network.weighted else loss.value * loss.weight
+        if self.network.weighted:
+            return loss.value
+        return loss.value * loss.weight
 
     def error(self, both: Loss, a: Loss, b: Loss) -> float:
         """Return how far the losses of two micro batches are from that of both: their sums, and their weights."""
         if not math.isfinite(a.value + b.value):
             return math.inf
-        totals = [self.total(loss) for loss in (both, a, b)]
+        whole, first, second = map(self.total, (both, a, b))
+        of_totals = relative(whole - first - second, whole, first, second)
         of_weights = relative(both.weight - a.weight - b.weight, both.weight, a.weight, b.weight)
-        return max(relative(totals[0] - totals[1] - totals[2], *totals), of_weights)
+        return max(of_totals, of_weights)
 
     def rounding(self, *losses: Loss) -> float:
         """Return the relative difference that rounding explains."""

@@ -3,7 +3,9 @@
 All are in MindSpore 2.7 to 2.10, except where a comment names other versions. No other file imports private names.
 """
 
-from mindspore import _c_expression, context
+from typing import Any
+
+from mindspore import _c_expression, context, nn
 from mindspore.dataset.core import config
 from mindspore.ops import primitive
 from mindspore.parallel import _auto_parallel_context, _tensor, _utils
@@ -16,9 +18,6 @@ except ImportError:  # MindSpore 2.7 and 2.8
 
 # Returns the mode. ms.get_context("mode") takes 25 times as long, and each call of a step asks.
 get_mode = context._get_mode
-
-# The compiler of cells. In versions before 2.9 it is in another module.
-cell_graph_executor = api._cell_graph_executor
 
 # Records the operators of the caller in PYNATIVE mode, for its `loss.backward()`.
 pynative_executor = api._pynative_executor
@@ -46,6 +45,23 @@ InternalCallbackParam = callback._InternalCallbackParam
 
 # The settings of the data pipeline. `ds.config.set_seed` would seed Python and NumPy, too.
 dataset_config = config._config
+
+
+# Runs a compiled graph of a cell, by its name, without the checks of a call of the cell.
+run_graph = api._cell_graph_executor._exec_pip
+
+# Sets the compiler's settings with which the next graph runs.
+set_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
+
+
+def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:
+    """Give ``cell`` the compiler's settings of another cell, as MindSpore's own wrappers do."""
+    cell._get_attr_from_cell(like)
+
+
+def registered_hooks(cell: nn.Cell) -> tuple[Any, ...]:
+    """Return the hooks of a cell: a dict for each kind, or None."""
+    return cell._forward_hook, cell._forward_pre_hook, cell._backward_hook, cell._backward_pre_hook
 
 
 def accept_jit_functions() -> None:

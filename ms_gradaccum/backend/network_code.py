@@ -53,14 +53,20 @@ class NetworkCode:
     def _leads_to(self, value: object) -> Iterable[object]:
         """Return the objects that a value refers to. The garbage collector finds them without running user code."""
         if is_a(value, FunctionType):
-            inputs = (value.__closure__, value.__defaults__, value.__kwdefaults__)
-            return [*inputs, *self._named_by(value.__code__, value.__globals__)] if self._is_user(value) else inputs
+            inputs: list[object] = [value.__closure__, value.__defaults__, value.__kwdefaults__]
+            if self._is_user(value):
+                inputs += self._named_by(value.__code__, value.__globals__)
+            return inputs
         if is_a(value, type):
-            items = (item for kind in value.__mro__ if self._is_user(kind) for item in vars(kind).items())
-            return [each for name, each in items if name != "__init__"]
-        kind, is_module = type(value), is_a(value, ModuleType)
+            members: list[object] = []
+            for kind in filter(self._is_user, value.__mro__):
+                members += [each for name, each in vars(kind).items() if name != "__init__"]
+            return members
+        kind = type(value)
         is_open = is_a(value, nn.Cell) or self._is_user(kind) or kind.__module__ in _HOLDERS
-        return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)] if is_open and not is_module else ()
+        if not is_open or is_a(value, ModuleType):
+            return ()
+        return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)]
 
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
         """Record the names in code, and yield its globals and the values that it reads from the user's modules."""
@@ -111,7 +117,8 @@ class JitParts:
     """The parts of cells with ``@jit``, which MindSpore compiles in PYNATIVE mode and finds by the cells' phases."""
 
     def __init__(self, cells: Sequence[nn.Cell], parameters: Iterable[Tensor]) -> None:
-        self.cells, self.parameters = cells, list(parameters)
+        self.cells = cells
+        self.parameters = list(parameters)
         self.places: list[int] = []  # The memory addresses of the parameters for which the parts were compiled.
         self.version = ""
 
@@ -133,7 +140,9 @@ def _has_own_backward(value: object) -> bool:
     if not is_a(value, type):
         return is_a(value, _BACKWARD_OPERATORS)
     bases = {kind.__name__ for kind in value.__mro__}
-    own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}  # MindSpore's own ones are linear.
+    own: set[str] = set()
+    for kind in filter(is_user, value.__mro__):  # MindSpore's own ones are linear.
+        own.update(vars(kind))
     return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
 
 

@@ -26,7 +26,8 @@ class OptimizerProgress(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        self.optimizer, inner = optimizer, inner_optimizer(optimizer)
+        self.optimizer = optimizer
+        inner = inner_optimizer(optimizer)
         self.may_leave_out = any(is_user(type(each)) for each in optimizers_in(optimizer))
         has_count = isinstance(getattr(inner, "global_step", None), Tensor)
         self.count = inner.global_step if has_count else Tensor([0])

@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import mindspore as ms
@@ -12,9 +13,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, require, warn
+from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
-from ms_gradaccum.backend.mindspore_private import primexpr
+from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
@@ -30,20 +31,33 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     if not isinstance(optimizer, OPTIMIZERS):
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
-    got, is_thor = "thor, which keeps statistics of the last forward pass", getattr(optimizer, "thor", False)
-    remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
-    require(not is_thor, owner, "optimizer", "one that needs gradients only", got, remedy)
-    for parameter in optimizer.parameters:
-        rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
-        remedy = "Have two real parameters, and make the complex number of them in the network."
-        require(parameter.dtype not in mstype.complex_type, owner, "optimizer", rule, got, remedy)
+    if getattr(optimizer, "thor", False):
+        got = "thor, which keeps statistics of the last forward pass"
+        remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
+        raise ValueError(argument_error(owner, "optimizer", "one that needs gradients only", got, remedy))
     known = {id(parameter) for parameter in network.get_parameters()}
-    differing_ranks = [repr(parameter.name) for parameter in optimizer.parameters if id(parameter) not in known]
-    got = f"{len(differing_ranks)} parameters that it does not have, first {''.join(differing_ranks[:1])}"
-    require(not differing_ranks, owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY)
-    # An optimizer inside another one may have a state of the same names, which no graph could tell apart.
+    unknown = []
+    for parameter in optimizer.parameters:
+        if parameter.dtype in mstype.complex_type:
+            rule = "one over parameters of real numbers"
+            got = f"{parameter.name!r} of {parameter.dtype}"
+            remedy = "Have two real parameters, and make the complex number of them in the network."
+            raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
+        if id(parameter) not in known:
+            unknown.append(parameter.name)
+    if unknown:
+        got = f"{len(unknown)} parameters that it does not have, first {unknown[0]!r}"
+        raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+    _name_apart(optimizer, network)
+
+
+def _name_apart(optimizer: nn.Cell, network: nn.Cell) -> None:
+    """Rename the state of an optimizer if a name is there twice, which no graph could tell apart."""
+    # An optimizer inside another one may have a state of the same names.
+    known = {id(parameter) for parameter in network.get_parameters()}
     state = {id(item): (path, item) for path, item in reversed([*_named(optimizer)]) if id(item) not in known}
-    names = [item.name for item in network.get_parameters()] + [item.name for _, item in state.values()]
+    names = [item.name for item in network.get_parameters()]
+    names += [item.name for _, item in state.values()]
     if len(set(names)) < len(names):
         for path, item in state.values():
             item.name = f"optimizer.{path}"
@@ -62,23 +76,26 @@ class OptimizerOwner(Protocol):
 
 def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:
     """Make ``windows`` the owners of their optimizers, in place of windows of an earlier step."""
-    for optimizer in (optimizer for window in windows for optimizer in window.optimizers):
-        holder = _windows[optimizer]() if optimizer in _windows else None
-        if holder is not None:
-            holder.has_claims = False
+    for window in windows:
+        for optimizer in window.optimizers:
+            holder = _windows[optimizer]() if optimizer in _windows else None
+            if holder is not None:
+                holder.has_claims = False
     for window in windows:
         window.has_claims = True
         _windows.update(dict.fromkeys(window.optimizers, weakref.ref(window)))
-        for optimizer in window.optimizers if window.watches_calls else []:
-            if not _hooks_of(optimizer):
+        for optimizer in window.optimizers:
+            if window.watches_calls and not _hooks_of(optimizer):
                 optimizer.claim_number = number_of(optimizer)
                 optimizer.register_forward_pre_hook(_look_at_call)
                 optimizer.compile_cache.clear()  # Graphs of earlier calls have no hook.
 
 
 def _hooks_of(optimizer: nn.Cell) -> list[object]:
-    kinds = "_forward_pre_hook _forward_hook _backward_pre_hook _backward_hook".split()
-    return [hook for kind in kinds for hook in (getattr(optimizer, kind) or {}).values()]
+    hooks: list[object] = []
+    for registered in registered_hooks(optimizer):
+        hooks += (registered or {}).values()
+    return hooks
 
 
 def needs_call(optimizer: nn.Cell) -> bool:
@@ -116,12 +133,13 @@ def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
     if all(window.has_claims for window in windows):
         return
     gc.collect()  # A deleted step lives on in reference cycles.
-    holders = [(_windows[optimizer](), window) for window in windows for optimizer in window.optimizers]
-    if not all(holder is None or holder is window for holder, window in holders):
-        raise RuntimeError(
-            f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
-            f"belongs to a step that was built later. Use that one, or build this one anew."
-        )
+    for window in windows:
+        for optimizer in window.optimizers:
+            if _windows[optimizer]() not in (None, window):
+                raise RuntimeError(
+                    f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
+                    f"belongs to a step that was built later. Use that one, or build this one anew."
+                )
     claim_optimizers(windows)
 
 
@@ -192,15 +210,20 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     """Return the optimizer with the learning rate and the update count: the one inside, if it has all parameters."""
     known = {*map(id, optimizer.parameters)}
     chain = [cell for cell in optimizers_in(optimizer) if {*map(id, cell.parameters)} == known]
-    # Each one has the next one inside.
-    is_chain = all(any(inner is cell for _, cell in outer.cells_and_names()) for outer, inner in zip(chain, chain[1:]))
-    return chain[-1] if is_chain else optimizer
+    # Each one must have the next one inside.
+    for outer, inner in pairwise(chain):
+        if not any(inner is cell for _, cell in outer.cells_and_names()):
+            return optimizer
+    return chain[-1]
 
 
 def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:
     """Return the groups of parameters whose settings a program may change, as those of PyTorch's optimizers."""
-    inner = map(inner_optimizer, optimizers)
-    return [group for each in inner if isinstance(each, ExperimentalOptimizer) for group in each.param_groups]
+    groups: list[dict[str, Any]] = []
+    for inner in map(inner_optimizer, optimizers):
+        if isinstance(inner, ExperimentalOptimizer):
+            groups += inner.param_groups
+    return groups
 
 
 def updates_of(optimizer: nn.Cell) -> int | None:

@@ -31,11 +31,16 @@ def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
 def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
     """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
     wrong = [name for name in kwargs if name not in signature.parameters]
-    arguments = list(signature.parameters.values())[given:]
-    free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]
+    free = []
+    for argument in list(signature.parameters.values())[given:]:
+        if argument.name not in kwargs and argument.kind == argument.POSITIONAL_OR_KEYWORD:
+            free.append(argument.name)
     if not wrong:
         return "Give them as the network takes them."
     if len(wrong) > len(free):
-        return f"Leave out {', '.join(map(repr, wrong[len(free) :]))}."
-    names, own = (", ".join(map(repr, each)) for each in (wrong, free))
-    return f"Rename {names} to {own}, for example with dataset.rename()."
+        return f"Leave out {_listed(wrong[len(free) :])}."
+    return f"Rename {_listed(wrong)} to {_listed(free)}, for example with dataset.rename()."
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

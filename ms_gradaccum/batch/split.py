@@ -78,7 +78,9 @@ class Flattened:
     def _tensor(self, item: Item) -> TensorPlace:
         if isinstance(item.axis, (tuple, dict)):
             raise ValueError(_axis_error(f"an int or None for {item.place}", item.axis))
-        tensor = item.value if isinstance(item.value, Tensor) else _tensor(item.value)
+        tensor = item.value
+        if isinstance(tensor, np.ndarray):
+            tensor = _tensor(tensor)
         shape = tuple(tensor.shape)
         axis = item.axis if shape else None
         self.leaves.append(Item(item.place, tensor, axis, item.in_list, shape))
@@ -192,7 +194,9 @@ def count_rows(items: Iterable[Item]) -> int:
             raise ValueError(_axis_error("an axis of each input that is split", got))
         length = item.shape[item.axis]
         if rows not in (-1, length):
-            remedy = _PAD + _AXIS_REMEDY if item.in_list else _AXIS_REMEDY
+            remedy = _AXIS_REMEDY
+            if item.in_list:
+                remedy = _PAD + remedy
             raise ValueError(
                 f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
                 f"{rows} in {place} and {length} in {item.place}. {remedy}"
@@ -252,9 +256,12 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
     before = (slice(None),) * (axis % tensor.ndim)
     # On CPU the data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
     is_on_host = is_host()
-    whole = tensor.asnumpy() if is_on_host else tensor
+    if is_on_host:
+        tensor = tensor.asnumpy()
     parts = []
     for begin, end in bounds:
-        part = whole[(*before, slice(begin, end))]
-        parts.append(Tensor.from_numpy(np.ascontiguousarray(part)) if is_on_host else part)
+        part = tensor[(*before, slice(begin, end))]
+        if is_on_host:
+            part = Tensor.from_numpy(np.ascontiguousarray(part))
+        parts.append(part)
     return parts

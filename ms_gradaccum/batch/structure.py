@@ -67,7 +67,9 @@ class SequenceOf(NamedTuple):
     def rebuild(self, tensors: Tensors) -> Any:
         """Return the inputs with these tensors, outside of a graph."""
         items = [child.rebuild(tensors) for child in self.children]
-        return self.kind(*items) if self.is_named else self.kind(items)
+        if self.is_named:
+            return self.kind(*items)
+        return self.kind(items)
 
     def as_cell(self) -> nn.Cell:
         """Return a cell that rebuilds the inputs in a graph."""
@@ -129,7 +131,9 @@ class _BuildSequence(nn.Cell):
             items += (child(tensors),)
         if self.is_named:
             return self.kind(*items)
-        return list(items) if self.is_list else items
+        if self.is_list:
+            return list(items)
+        return items
 
 
 class _BuildDict(nn.Cell):

@@ -21,6 +21,7 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.blockwise_cross_entropy import BlockwiseCrossEntropy
+from ms_gradaccum.batch.weighted_loss import first_of
 
 _OWNER = "TokenMeanLoss"
 _OWN_LOSS_REMEDY = (
@@ -127,7 +128,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
         if label_smoothing >= 1:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing}. "
+                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing:g}. "
                 f"It is the share of the label that all classes have."
             )
         z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")
@@ -148,14 +149,14 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         self._is_built = True
 
     def construct(self, *inputs: object) -> tuple[Tensor, Tensor]:
-        weights = inputs[-1] if self.token_weights else None
-        inputs = inputs[:-1] if self.token_weights else inputs
+        weights = None
+        if self.token_weights:
+            weights = inputs[-1]
+            inputs = inputs[:-1]
         if len(inputs) - 1 < self.required:
             _refuse_own_loss(self.signature, len(inputs) - 1)
-        hidden = self.backbone(*inputs[:-1])
+        hidden = first_of(self.backbone(*inputs[:-1]))
         labels: Tensor = inputs[-1]
-        if isinstance(hidden, (tuple, list)):
-            hidden = hidden[0] if len(hidden) > 0 else None
         _check_dtype(labels.dtype if isinstance(labels, Tensor) else None)
         _check_shapes(hidden.shape if isinstance(hidden, Tensor) else None, labels.shape)
         if self.token_weights:
@@ -166,16 +167,19 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         token_weights = ops.cast(is_valid, ms.float32)
         if self.token_weights:
             token_weights = token_weights * ops.stop_gradient(as_dtype(weights, ms.float32)).reshape(-1)
-        weight, bias = token_weights, token_weights  # Stand-ins, which nothing reads.
+        # Stand-ins, which nothing reads.
+        weight = token_weights
+        bias = token_weights
+        classes = hidden.shape[1]
         if self.head_weight is not None:
             _check_head(self.head_weight.shape, hidden.shape)
             if self.product_dtype is not None:
                 hidden = as_dtype(hidden, self.product_dtype)
             # The compiler refuses a parameter itself as input of a cell with a bprop. A reshape copies nothing.
             weight = self.head_weight.reshape(self.head_weight.shape)
+            classes = weight.shape[0]
         if self.head_bias is not None:
             bias = self.head_bias.reshape(self.head_bias.shape)
-        classes = hidden.shape[1] if self.head_weight is None else weight.shape[0]
         # MindSpore's kernels would take -1 for the last class.
         labels = ops.select(is_valid, ops.select(labels < 0, classes, labels), 0)
         return self.cross_entropy(hidden, weight, bias, labels, token_weights)[0], token_weights.sum()
@@ -201,7 +205,8 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
     """Return weight and bias of a head."""
     if head is None:
         return None, None
-    weight, bias = head, None
+    weight = head
+    bias = None
     if isinstance(head, nn.Cell):
         if type(head) not in (nn.Dense, mint.nn.Linear) or getattr(head, "activation", None) is not None:
             raise TypeError(
@@ -229,7 +234,9 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
 
 def _product_dtype_of(head: object) -> ms.Type | None:
     """Return the dtype that ``to_float`` has set for a head, or None for that of the hidden states."""
-    flags = head.get_flags() if isinstance(head, nn.Cell) else {}
+    if not isinstance(head, nn.Cell):
+        return None
+    flags = head.get_flags()
     for flag, dtype in (("fp16", ms.float16), ("bf16", ms.bfloat16), ("fp32", ms.float32)):
         if flags.get(flag):
             return dtype

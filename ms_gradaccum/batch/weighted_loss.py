@@ -37,12 +37,14 @@ def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy
     """Raise unless a loss is a floating-point scalar. A shape of None stands for a Python object."""
     if shape is not None and _is_loss(shape, dtype):
         return
-    got = (
-        "no tensor but a Python object, which has no gradient" if shape is None else f"{dtype} of shape {tuple(shape)}"
-    )
+    if shape is None:
+        got = "no tensor but a Python object, which has no gradient"
+        remedy = _OBJECT_REMEDY
+    else:
+        got = f"{dtype} of shape {tuple(shape)}"
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
-        f"but got {got}. {_OBJECT_REMEDY if shape is None else remedy}"
+        f"but got {got}. {remedy}"
     )
 
 
@@ -69,7 +71,9 @@ def num_other_losses(losses: Losses | None) -> int:
     """Return the number of further losses that a report has room for."""
     if losses is None:
         return 0
-    return len(losses) if isinstance(losses, tuple) else _MOST_OTHER_LOSSES
+    if isinstance(losses, tuple):
+        return len(losses)
+    return _MOST_OTHER_LOSSES
 
 
 @primexpr
@@ -97,14 +101,24 @@ _is_loss_in_graph = primexpr(_is_loss)
 
 def _losses_in(outputs: Any, most_axes: int) -> tuple[Tensor, ...]:
     """Return the floating-point scalars in outputs, which may be nested."""
-    items = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
     found: tuple[Tensor, ...] = ()
-    if isinstance(items, (tuple, list)):
-        for item in items:
+    if isinstance(outputs, (tuple, list)):
+        for item in outputs:
             found += _losses_in(item, most_axes)
-    elif isinstance(items, Tensor) and _is_loss_in_graph(items.shape, items.dtype, most_axes):
-        found += (items,)
+    elif isinstance(outputs, Tensor) and _is_loss_in_graph(outputs.shape, outputs.dtype, most_axes):
+        found += (outputs,)
     return found
+
+
+def first_of(outputs: Any) -> Any:
+    """Return the first of the outputs of a network, or None if there is none."""
+    if not isinstance(outputs, (tuple, list)):
+        return outputs
+    if len(outputs) == 0:
+        return None
+    return outputs[0]
 
 
 def _as_number(item: Tensor) -> Tensor:
@@ -126,22 +140,22 @@ class WeightedLoss(nn.Cell):
         self.sums = losses == "sum"  # True if the sum of all losses is trained.
         self.room = num_other_losses(losses)
         self.names = losses if isinstance(losses, tuple) else ()
-        self.unflatten = None if structure is None or structure.is_flat else structure.as_cell()
+        self.unflatten: nn.Cell | None = None
+        if structure is not None and not structure.is_flat:
+            self.unflatten = structure.as_cell()
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
         if self.unflatten is None:
             return self.network(*tensors)
         return self.network(*self.unflatten(tensors))
 
-    def first(self, outputs: object, what: str, remedy: str) -> Tensor:
+    def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
         """Return the first of ``outputs``, the loss, as a float32 scalar."""
-        if isinstance(outputs, (tuple, list)):
-            outputs = outputs[0] if len(outputs) > 0 else None
-        if isinstance(outputs, Tensor):
-            _check_loss(outputs.shape, outputs.dtype, what, remedy)
-        else:
+        loss = first_of(outputs)
+        if not isinstance(loss, Tensor):
             _check_loss(None, None, what, remedy)
-        return scalar(outputs)
+        _check_loss(loss.shape, loss.dtype, what, remedy)
+        return scalar(loss)
 
     def further(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
         """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise without `losses`."""
@@ -161,7 +175,9 @@ class WeightedLoss(nn.Cell):
         values = ops.zeros_like(presence)
         if len(further) > 0:
             own = _stack(map_tensors(_as_number, further))
-            values = ops.concat((own, values[len(further) :])) if len(further) < self.room else own
+            if len(further) < self.room:
+                own = ops.concat((own, values[len(further) :]))
+            values = own
         # The report has no gradient: losses that are trained are part of the loss itself.
         return (ops.stop_gradient(_stack((values, presence))),)
 
@@ -179,8 +195,10 @@ class RowWeight(WeightedLoss):
         if self.sums:
             for other in further:
                 loss = loss + scalar(other)
-        total, weight = (loss, ONE) if rows is None else (loss * rows, rows)
-        return (total, weight) + self.reported(further)
+        reported = self.reported(further)
+        if rows is None:
+            return (loss, ONE) + reported
+        return (loss * rows, rows) + reported
 
 
 class OwnWeight(WeightedLoss):
@@ -192,7 +210,9 @@ class OwnWeight(WeightedLoss):
     def pair(self, outputs: Any) -> tuple[Tensor, ...]:
         """Return the first two numbers that the network returns, and the further losses to report."""
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
-        weight: object = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
+        weight: object = None
+        if isinstance(outputs, (tuple, list)) and len(outputs) > 1:
+            weight = outputs[1]
         if isinstance(weight, (int, float)):
             weight = Tensor(weight, ms.float32)
         _check_weight(weight.shape if isinstance(weight, Tensor) else None)

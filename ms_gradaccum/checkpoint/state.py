@@ -25,7 +25,7 @@ from ms_gradaccum._checks import (
     typed,
 )
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
-from ms_gradaccum.backend.snapshot import checked_random_states, put_random_states, random_states
+from ms_gradaccum.backend.random_states import checked_random_states, put_random_states, random_states
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, Held, SavedState, check_arguments

@@ -43,9 +43,8 @@ def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequenc
             groups[i] = group
         if not fitting:
             raise ValueError(
-                f"For '{owner}', the argument '{argument}' must be patterns of parameter names, but got {pattern!r}, "
-                f"which fits none that is left of {len(names)}, first {names[0]!r}. The first pattern that fits "
-                f"counts: put wide ones last."
+                f"For '{owner}', the pattern {pattern!r} in '{argument}' matches no remaining parameter ({len(names)} "
+                f"in all, for example {names[0]!r}). The first pattern that matches counts: put wide ones last."
             )
     return tuple(groups)
 

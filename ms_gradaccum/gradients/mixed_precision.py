@@ -208,9 +208,8 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
         )
     if scale.scales and scale.skips_overflow and runs_here() and clamps_overflow():
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be one without a search for Inf on a device that has "
-            f"none, but got a loss scale in Ascend's saturation mode. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE "
-            f"(Atlas A2 and later), or train in float32 or bfloat16."
+            f"For '{owner}', the loss scale skips windows with an Inf, which Ascend's saturation mode never produces. "
+            f"Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
         )
     # Read without running an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0

@@ -16,7 +16,7 @@ from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
 from ms_gradaccum.backend.mindspore_private import dataset_config
-from ms_gradaccum.backend.snapshot import (
+from ms_gradaccum.backend.random_states import (
     checked_random_states,
     host_random_states,
     put_device_random_state,

@@ -243,8 +243,8 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
         check_shardable(optimizer)
     if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
         warn(
-            f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
-            f"takes the compiler, inside AutoParallel on Ascend or GPU."
+            f"For '{owner}', the weights stay whole on each rank: 'level3' behaves like 'level2' here. Only the "
+            f"compiler shards weights, inside AutoParallel on Ascend or GPU."
         )
 
 
@@ -267,8 +267,8 @@ def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -
     found = NetworkCode(value).reductions()
     if found and found[0] not in NetworkCode(network.network).reductions():
         warn(
-            f"For '{owner}', {what} must leave it to the step to add up gradients over the ranks, but got {found[0]} "
-            f"in its code: they would be added up twice. Leave it out."
+            f"For '{owner}', {what} calls {found[0]}, but the step reduces the gradients of all ranks already: they "
+            f"would be added up twice. Leave it out."
         )
 
 

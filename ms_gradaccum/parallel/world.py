@@ -287,8 +287,8 @@ def tell_peers(owner: str, world: World) -> None:
             with suppress(OSError), log.open("a") as file:
                 file.write(
                     f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
-                    f"{kind.__name__}: {first_line(error)} Look at the end of {own}; what follows here is of the lost "
-                    f"connection.\n"
+                    f"{kind.__name__}: {first_line(error)} Look at the end of {own}; the lines below are "
+                    f"consequences of the lost connection.\n"
                 )
 
     sys.excepthook = hook

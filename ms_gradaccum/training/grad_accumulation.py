@@ -11,7 +11,6 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
-    argument_error,
     check_cell,
     check_choice,
     check_construct,
@@ -27,7 +26,7 @@ from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
-from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
+from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.network_precision import in_precision
@@ -168,7 +167,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
         return kinds[self.weighted](self.network, structure, self.losses)
 
-    def preparation(self, settings: object, like: nn.Cell, reducer: nn.Cell) -> Preparation:
+    def preparation(self, settings: BatchSettings, like: nn.Cell, reducer: nn.Cell) -> Preparation:
         """Return the work of a step with these settings on a batch before and after its micro steps, as ``like``."""
         if self.needs_all_rows:
             preparation: Preparation = self.network.preparation(self.batch_axis, settings, like, reducer)
@@ -191,8 +190,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def name_of_input(self, place: int) -> str:
         """Return the name of an input: the name of the network's argument, if there is one."""
         arguments = list(self._signature.parameters.values())
-        named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
-        return f"'{arguments[place].name}'" if named else f"input[{place}]"
+        if place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL:
+            return f"'{arguments[place].name}'"
+        return f"input[{place}]"
 
     @property
     def argument_names(self) -> list[str]:
@@ -205,7 +205,10 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def head(self, error: BaseException) -> None:
         """Make an error of a batch begin with the class that the user called."""
-        error.args = tuple(self.with_owner(each) if isinstance(each, str) else each for each in error.args)
+        args = []
+        for each in error.args:
+            args.append(self.with_owner(each) if isinstance(each, str) else each)
+        error.args = tuple(args)
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""
@@ -255,11 +258,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             warn_in_graph(_OTHER_STEP)
         if self.needs_all_rows or not self.training:
             return self.network(*inputs)
-        loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+        loss_sum = Tensor(0.0, ms.float32)
+        weight = Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
             values = self.weighted_loss(*part)
             # Not '+=', which adds in place in a graph: both sums start from the same constant.
-            loss_sum, weight = loss_sum + values[0], weight + values[1]
+            loss_sum = loss_sum + values[0]
+            weight = weight + values[1]
         return loss_sum * reciprocal(ops.stop_gradient(weight))
 
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
@@ -270,15 +275,17 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
                 _refuse_in_graph("nested")
-            if isinstance(item, Tensor) and not F.isconstant(item.shape):
+            shape = item.shape if isinstance(item, Tensor) else None
+            if not F.isconstant(shape):
                 _refuse_in_graph("open")
-            shapes += (item.shape if isinstance(item, Tensor) else None,)
+            shapes += (shape,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[tuple[object, ...], ...] = ()
         for begin, end in bounds:
             part: tuple[object, ...] = (Tensor(end - begin, ms.float32),)
-            for i, item in enumerate(inputs):
-                part += (item if axes[i] is None else ops.narrow(item, axes[i], begin, end - begin),)
+            for item, axis in zip(inputs, axes):
+                rows = item if axis is None else ops.narrow(item, axis, begin, end - begin)
+                part += (rows,)
             parts += (part,)
         return parts
 
@@ -286,9 +293,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
     """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
-    network = adopted(network.network if isinstance(network, AutoParallel) else network)
-    ours: GradAccumulation = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
-    if ours is not network:
+    if isinstance(network, AutoParallel):
+        network = network.network
+    ours = adopted(network)
+    if not isinstance(ours, GradAccumulation):
+        ours = GradAccumulation(network, 1)
         ours.owner = owner
     # As in MindSpore's step, parameters with equal names get the names of their cells as prefixes.
     ours.network.check_names_and_refresh_name()
@@ -297,32 +306,44 @@ def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
 
 def adopted(network: nn.Cell) -> nn.Cell:
     """Convert MindSpore's GradAccumulation into one of this package; return any other cell unchanged."""
-    is_theirs = type(network).__module__.startswith("mindspore.") and type(network).__name__ in _OF_MINDSPORE
-    return GradAccumulation(network.network, network.micro_size) if is_theirs else network
+    kind = type(network)
+    if kind.__module__.startswith("mindspore.") and kind.__name__ in _OF_MINDSPORE:
+        return GradAccumulation(network.network, network.micro_size)
+    return network
 
 
 def _check_inside(network: nn.Cell) -> None:
     """Raise for cells that update or split by themselves."""
     for _, cell in network.cells_and_names():
-        bases = [kind.__name__ for kind in type(cell).__mro__ if kind.__module__.startswith("mindspore.")]
-        name = next((each for each in bases if each in _SPLIT_THEMSELVES), "")
-        got = f"MindSpore's {type(cell).__name__}, which returns the sum of the losses of its parts"
-        rule = "a network that does not split its batches itself"
-        require(not name, _OWNER, "network", rule, got, _SPLIT_THEMSELVES.get(name, ""))
-        got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
-        require(not isinstance(cell, nn.TrainOneStepCell), _OWNER, "network", "a loss cell", got, remedy)
+        name = type(cell).__name__
+        for base in type(cell).__mro__:
+            if base.__module__.startswith("mindspore.") and base.__name__ in _SPLIT_THEMSELVES:
+                raise ValueError(
+                    f"For '{_OWNER}', the argument 'network' must be a network that does not split its batches itself, "
+                    f"but got MindSpore's {name}, which returns the sum of the losses of its parts. "
+                    f"{_SPLIT_THEMSELVES[base.__name__]}"
+                )
+        if isinstance(cell, nn.TrainOneStepCell):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {name}, a training step. Give "
+                f"the loss cell inside it."
+            )
         if isinstance(cell, OPTIMIZERS):
             raise ValueError(
                 f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {type(network).__name__}, which "
-                f"has the optimizer {type(cell).__name__}. Give the loss cell inside it, and the optimizer to the step "
-                f"or the Model."
+                f"has the optimizer {name}. Give the loss cell inside it, and the optimizer to the step or the Model."
             )
-        rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
-        require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
-        is_inside = isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss)
-        got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
-        remedy = "Put what is around it into its backbone or its loss_fn."
-        require(not is_inside, _OWNER, "network", f"the {type(cell).__name__} itself", got, remedy)
+        if isinstance(cell, GradAccumulation):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be a network without GradAccumulation, but got one "
+                f"inside. Use one, with the product of the two micro_size."
+            )
+        if isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss):
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must be the {name} itself, but got {type(network).__name__} "
+                f"with one inside, whose loss would be that of each micro batch. Put what is around it into its "
+                f"backbone or its loss_fn."
+            )
 
 
 def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
@@ -335,10 +356,12 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
 
 def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     """Return what the network returns, by the argument `weighted` and by what the network says of itself."""
-    weighted = check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
+    check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
     if weighted and returned and weighted != returned:
-        rule, remedy = f"{returned!r}, which the network says of itself", "Leave it out."
-        raise ValueError(argument_error(_OWNER, "weighted", rule, repr(weighted), remedy))
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, which the network says of itself, but got "
+            f"{weighted!r}. Leave it out."
+        )
     return weighted or returned
 
 
@@ -374,4 +397,5 @@ _NOT_IN_GRAPH = {
 
 @primexpr
 def _refuse_in_graph(what: str) -> None:
-    raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")
+    kind = TypeError if what == "nested" else ValueError
+    raise kind(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindspore import ParameterTuple, nn
 
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
-from ms_gradaccum.advice.loss_measurement import Program
+from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.network_code import JitParts

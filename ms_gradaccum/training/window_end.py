@@ -204,6 +204,7 @@ class WindowEnd(nn.Cell):
         return [
             self,
             self.update,
+            reduction,
             reduction.compiled_partial_report,
             *reduction.compiled_reports.values(),
             *self.updates.compiled_cells(),

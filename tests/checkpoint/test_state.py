@@ -22,7 +22,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import DamagedState
-from ms_gradaccum.backend.snapshot import random_states
+from ms_gradaccum.backend.random_states import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping

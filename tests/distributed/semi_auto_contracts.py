@@ -64,7 +64,7 @@ def _step(
 
 
 def _changed(step: TrainOneStepCell) -> TrainOneStepCell:
-    step.body.semi_auto.auto_parallel.enable_gradients_mean()
+    step.body.kind.auto_parallel.enable_gradients_mean()
     return step
 
 

@@ -9,7 +9,8 @@ def test_the_logs_of_the_other_ranks_name_the_one_that_has_ended(tmp_path):
     other, own = (Path(log) for log in launch(Path(__file__).parent / "dying_worker.py", 2, tmp_path))
     sentence = (
         "For 'TrainOneStepCell', all ranks must train to the end, but rank 1 has ended with RuntimeError: "
-        f"the label 'cat' is not known Look at the end of {own}; what follows here is of the lost connection."
+        f"the label 'cat' is not known Look at the end of {own}; the lines below are consequences of the lost "
+        "connection."
     )
     told, later = (text := other.read_text(errors="replace")).find(sentence), text.find("later " * 500)
     assert 0 <= told < later and text.count(sentence) == 1

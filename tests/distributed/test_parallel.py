@@ -260,8 +260,8 @@ def test_sparse_gradients_cannot_be_shared_in_each_micro_batch(two):
 
 def test_level3_says_what_it_does_not_shard(two):
     assert two[0]["level3"] == [
-        "For 'TrainOneStepCell', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding "
-        "weights takes the compiler, inside AutoParallel on Ascend or GPU."
+        "For 'TrainOneStepCell', the weights stay whole on each rank: 'level3' behaves like 'level2' here. Only the "
+        "compiler shards weights, inside AutoParallel on Ascend or GPU."
     ]
 
 

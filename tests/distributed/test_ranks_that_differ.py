@@ -245,11 +245,14 @@ def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(two
 
 
 def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(two):
-    said = "the step to add up gradients over the ranks, but got AllReduce in its code: they would be added up twice."
+    said = (
+        "calls AllReduce, but the step reduces the gradients of all ranks already: they would be added up twice. "
+        "Leave it out."
+    )
     for report in two:
-        sentence = f"For 'Accumulator', the optimizer must leave it to {said} Leave it out."
+        sentence = f"For 'Accumulator', the optimizer {said}"
         assert report["warnings reduced by optimizer"] == [sentence] * 2  # Two are built.
-        sentence = f"For 'Accumulator', the hook of a parameter must leave it to {said} Leave it out."
+        sentence = f"For 'Accumulator', the hook of a parameter {said}"
         assert report["warnings reduced by hook"] == [sentence]
         assert report["warnings reduced not"] == []
 

@@ -95,9 +95,8 @@ def test_on_compiled_graphs_in_both_modes(mode):
         (
             {"*": 1.0, "embedding": 0.1},
             ValueError,
-            "For 'ClipByGroupNorm', the argument 'limits' must be patterns of parameter names, but got 'embedding', "
-            "which fits none that is left of 3, first 'embedding'. The first pattern that fits counts: put wide ones "
-            "last.",
+            "For 'ClipByGroupNorm', the pattern 'embedding' in 'limits' matches no remaining parameter (3 in all, for "
+            "example 'embedding'). The first pattern that matches counts: put wide ones last.",
         ),
     ],
 )

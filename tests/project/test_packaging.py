@@ -20,7 +20,7 @@ from test_links import links_of
 ROOT = Path(__file__).parents[2]
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M).group(1)
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
-PACKAGE_FILES.add("ms_gradaccum/py.typed")
+PACKAGE_FILES |= {"ms_gradaccum/__init__.pyi", "ms_gradaccum/py.typed"}
 METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 
 # Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.

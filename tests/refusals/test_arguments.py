@@ -402,7 +402,7 @@ def test_what_is_like_a_wrong_argument_is_taken():
 
 def test_arguments_of_mindspores_model_that_do_nothing_here_are_named():
     rest = "'keep_batchnorm_fp32', 'acc_level'. Did you mean mixed_precision='fp16' for keep_batchnorm_fp32, amp_level "
-    text = f"For 'Model', the arguments must be those that it has, but got {rest}for acc_level?"
+    text = f"For 'Model', unexpected arguments {rest}for acc_level?"
     with raises(TypeError, text):
         toy(keep_batchnorm_fp32=None, acc_level="O0")
 

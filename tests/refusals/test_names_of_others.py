@@ -15,7 +15,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
 
 NETWORK = "For 'GradAccumulation', the argument 'network' must be a network"
-ARGUMENTS = "For '{}', the arguments must be those that it has, but got {}. Did you mean {}?"
+ARGUMENT = "For '{}', unexpected argument {}. Did you mean {}?"
 
 
 def by_model(cell, network):
@@ -119,22 +119,20 @@ def test_arguments_by_other_names_are_answered_with_the_right_ones(name, meant, 
         ("TrainOneStepCell", lambda: TrainOneStepCell(cell, sgd(cell), **{name: 4})),
         ("Accumulator", lambda: Accumulator(cell, sgd(cell), **{name: 4})),
     ):
-        with raises(TypeError, ARGUMENTS.format(owner, repr(name), meant)):
+        with raises(TypeError, ARGUMENT.format(owner, repr(name), meant)):
             build()
     if inside is not None:
-        with raises(TypeError, ARGUMENTS.format("GradAccumulation", repr(name), inside)):
+        with raises(TypeError, ARGUMENT.format("GradAccumulation", repr(name), inside)):
             GradAccumulation(cell, 4, **{name: 4})
 
 
 def test_each_of_several_arguments_is_answered(eager):
     cell = loss_cell()
     got, meant = "'use_amp', 'max_norm'", f"mixed_precision='fp16' for use_amp, {CLIP} for max_norm"
-    with raises(TypeError, ARGUMENTS.format("TrainOneStepCell", got, meant)):
+    with raises(TypeError, ARGUMENT.replace("argument", "arguments").format("TrainOneStepCell", got, meant)):
         TrainOneStepCell(cell, sgd(cell), use_amp=True, max_norm=1.0)
     names = "network, micro_size, weighted, batch_axis, losses"
-    with raises(
-        TypeError, f"For 'GradAccumulation', the arguments must be those that it has, but got 'x'. It has {names}."
-    ):
+    with raises(TypeError, f"For 'GradAccumulation', unexpected argument 'x'. It has {names}."):
         GradAccumulation(cell, 4, x=1)
 
 

@@ -75,7 +75,7 @@ def test_each_setting_of_each_object_is_refused(name, tmp_path, monkeypatch):
 def test_settings_of_another_object_are_refused_too():
     for built in (toy_loop(2)[1], step()[1]):
         for name in SYNONYMS.split():
-            rule = f"For '{type(built).__name__}', the argument '{name}' must be the one that it was built with, but"
+            rule = f"For '{type(built).__name__}', the argument '{name}' cannot be changed after construction"
             with pytest.raises(ValueError, match=rule):
                 setattr(built, name, 8)
 

@@ -90,10 +90,10 @@ def compiling(*parts):
     call = Compiled.__call__
 
     def call_or_run(compiled, *tensors):
-        if compiled.what in parts:
+        if compiled.code.what in parts:
             return call(compiled, *tensors)
         # A gradient function that was built in GRAPH mode is compiled otherwise.
-        jit = {"MS_JIT": "0"} if compiled.what == "the network" else {}
+        jit = {"MS_JIT": "0"} if compiled.code.what == "the network" else {}
         with op_by_op(), mock.patch.dict(os.environ, jit):
             return compiled.cell(*tensors)
 

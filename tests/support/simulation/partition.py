@@ -16,9 +16,10 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore._c_expression import MSContext, ms_ctx_param
 from mindspore.communication import create_group, get_group_size, get_rank, init
+from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
-from ms_gradaccum.backend.compiled import graph_mode, program_of
+from ms_gradaccum.backend.compiled import graph_mode
 from simulation.report import MessageKind
 
 _CALL = "REF::"
@@ -72,7 +73,7 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     with gpu_target(), graph_mode():
         cell.compile(*inputs)
     model = mind_ir_pb2.ModelProto()
-    model.ParseFromString(program_of(cell))
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir"))
     _inline(model)
     return model
 

@@ -1,0 +1,34 @@
+"""The reason for the error of a micro batch whose network takes only so many rows."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from ms_gradaccum.advice.loss_measurement import SMALL_SIZE
+from ms_gradaccum.advice.rows import Rows
+from ms_gradaccum.backend.compiled import Eager
+from ms_gradaccum.backend.snapshot import kept
+
+_OWNER = "GradAccumulation"
+
+
+def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
+    """Let the error of a micro batch begin with the reason if the network takes the whole batch alone."""
+    batch = Rows.of(inputs, network.batch_axis)
+    loss = Eager(network.loss_of(batch.structure), False)
+
+    def takes(rows: Rows) -> bool:
+        try:
+            with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+                loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
+        except Exception:
+            return False
+        return True
+
+    if takes(batch) and not takes(batch.take(range(size))):
+        text = (
+            f"For '{_OWNER}', the network takes the {batch.size} rows of the batch, but not the {size} rows of a micro "
+            f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+        )
+        error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])

@@ -1,0 +1,77 @@
+"""Contents of containers, closures and random generators: whether they change, and how they are restored."""
+
+import random
+from collections import deque
+from types import CellType
+from typing import Any
+
+import numpy as np
+
+from ms_gradaccum._checks import is_a
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, such as a vocabulary.
+
+
+def content_of(holder: Any) -> Any:
+    """Return a copy of what a container, a closure or a generator holds; None for anything else."""
+    if is_a(holder, (list, deque)):
+        return list(holder)
+    if is_a(holder, dict):
+        return dict(holder)
+    if is_a(holder, set):
+        return set(holder)
+    if is_a(holder, np.ndarray) and holder.nbytes <= _LARGE_ARRAY:
+        return holder.copy()
+    if is_a(holder, random.Random):
+        return holder.getstate()
+    if is_a(holder, np.random.Generator):
+        return holder.bit_generator.state
+    if is_a(holder, np.random.RandomState):
+        return holder.get_state()
+    if is_a(holder, CellType) and _is_filled(holder):
+        return [holder.cell_contents]
+    return None
+
+
+def fill(holder: Any, content: Any) -> None:
+    """Restore what `content_of` has returned. Containers that are unchanged are left alone."""
+    if is_a(holder, np.ndarray):
+        holder[...] = content
+    elif is_a(holder, random.Random):
+        holder.setstate(content)
+    elif is_a(holder, np.random.Generator):
+        holder.bit_generator.state = content
+    elif is_a(holder, np.random.RandomState):
+        holder.set_state(content)
+    elif is_a(holder, CellType):
+        holder.cell_contents = content[0]
+    elif differs(holder, content):
+        holder.clear()
+        if is_a(holder, (list, deque)):
+            holder.extend(content)
+        else:
+            holder.update(content)
+
+
+def differs(holder: Any, content: Any) -> bool:
+    """Return whether a container holds other objects. A generator goes on with each pass, which counts for nothing."""
+    if is_a(holder, GENERATORS):
+        return False
+    if is_a(holder, np.ndarray):
+        return not np.array_equal(holder, content)
+    return _identities(content_of(holder)) != _identities(content)
+
+
+def _identities(container: Any) -> list[int]:
+    found = list(map(id, container))
+    if is_a(container, dict):
+        found += map(id, container.values())
+    return found
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # A variable without a value.
+        return False
