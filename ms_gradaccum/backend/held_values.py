@@ -1,4 +1,4 @@
-"""Contents of containers, closures and random generators: whether they change, and how they are restored."""
+"""The contents of containers, closures and random generators, to see whether it changes and to restore it."""
 
 import random
 from collections import deque

@@ -1,13 +1,23 @@
 """The hook of a loss cell whose batches are prepared before they are trained."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mindspore import Tensor, nn
 
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+
+
+class BatchSettings(Protocol):
+    """The settings of a step that decide whether a batch can be prepared."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def drop_non_finite(self) -> bool: ...
 
 
 class Preparation:
@@ -34,8 +44,10 @@ class WholeBatchLoss(nn.Cell):
     A subclass prepares each batch, and says what a micro batch differentiates then.
     """
 
-    def preparation(self, batch_axis: BatchAxis, settings: Any, like: nn.Cell, reducer: nn.Cell) -> Preparation:
-        """Return the preparation of a step with these `StepSettings`, compiled as the micro step ``like`` is."""
+    def preparation(
+        self, batch_axis: BatchAxis, settings: BatchSettings, like: nn.Cell, reducer: nn.Cell
+    ) -> Preparation:
+        """Return the preparation of a step with these settings, compiled as the micro step ``like`` is."""
         raise NotImplementedError
 
     def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> WeightedLoss:

@@ -16,10 +16,9 @@ from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
-from ms_gradaccum.batch.whole_batch_loss import Preparation
+from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation
 from ms_gradaccum.contrastive.cached_loss import check_rows
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.settings import StepSettings
 
 # A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
@@ -45,7 +44,7 @@ class CachePass(Preparation):
         self,
         network: nn.Cell,
         batch_axis: BatchAxis,
-        settings: StepSettings,
+        settings: BatchSettings,
         like: nn.Cell,
         reducer: GradientReducer,
     ) -> None:
@@ -293,7 +292,7 @@ def _draws(cell: nn.Cell) -> bool:
     return False
 
 
-def _check_settings(settings: StepSettings, reducer: GradientReducer, loss_fn: nn.Cell) -> None:
+def _check_settings(settings: BatchSettings, reducer: GradientReducer, loss_fn: nn.Cell) -> None:
     """Raise for settings with which a batch cannot be prepared."""
     if settings.drop_non_finite:
         raise ValueError(

@@ -12,11 +12,10 @@ from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_cell, ch
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
 from ms_gradaccum.batch.structure import SequenceOf
-from ms_gradaccum.batch.whole_batch_loss import WholeBatchLoss
+from ms_gradaccum.batch.whole_batch_loss import BatchSettings, WholeBatchLoss
 from ms_gradaccum.contrastive.cache_pass import CachePass
 from ms_gradaccum.contrastive.cached_loss import OUTPUT_REMEDY, CachedLoss, widened
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "GradCacheLoss"
 
@@ -97,7 +96,7 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     def preparation(
         self,
         batch_axis: BatchAxis,
-        settings: StepSettings,
+        settings: BatchSettings,
         like: nn.Cell,
         reducer: GradientReducer,
     ) -> CachePass:

@@ -26,7 +26,7 @@ from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
-from ms_gradaccum.batch.whole_batch_loss import Preparation, WholeBatchLoss
+from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.network_precision import in_precision
@@ -167,7 +167,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
         return kinds[self.weighted](self.network, structure, self.losses)
 
-    def preparation(self, settings: object, like: nn.Cell, reducer: nn.Cell) -> Preparation:
+    def preparation(self, settings: BatchSettings, like: nn.Cell, reducer: nn.Cell) -> Preparation:
         """Return the work of a step with these settings on a batch before and after its micro steps, as ``like``."""
         if self.needs_all_rows:
             preparation: Preparation = self.network.preparation(self.batch_axis, settings, like, reducer)

@@ -207,8 +207,8 @@ def record_updates(model):
     outputs, window = [], model.train_network.body.window
     close = window.close
 
-    def recorded_close():
-        outputs.append(close())
+    def recorded_close(*clips):
+        outputs.append(close(*clips))
         assert outputs[-1].updated.asnumpy()
         return outputs[-1]
 
