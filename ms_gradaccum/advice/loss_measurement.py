@@ -31,6 +31,7 @@ NUM_ORDERS = 10
 # A difference must exceed so many standard deviations of a random loss.
 NUM_DEVIATIONS = 10
 NUM_SEEDS = 3
+NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
 # Passes of a loss whose random numbers do not come back, and more if its error exceeds a few deviations.
 NUM_DRAWS = (4, 12)
 NUM_LIKELY = 3
@@ -307,7 +308,7 @@ class LossMeasurement:
         error = self.losses.error(whole, first, second)
         if error <= rounding:
             return ""
-        others = [passes.loss(both, seed=None) for _ in range(NUM_SEEDS)]
+        others = [passes.loss(both, seed=None) for _ in range(NUM_OTHERS)]
         if max(relative(each.value - whole.value, whole.value) for each in others) > rounding:
             return self._of_draws(passes, pair)
         if error < MIN_CERTAIN_ERROR:
