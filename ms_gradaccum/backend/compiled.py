@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import JitConfig, Tensor, nn
 
 from ms_gradaccum._checks import argument_error, is_lost, typed
 from ms_gradaccum.backend.device import keeps_calls
@@ -20,6 +20,7 @@ from ms_gradaccum.backend.mindspore_private import (
     get_mode,
     pynative_executor,
     run_graph,
+    set_jit_config,
 )
 from ms_gradaccum.backend.user_code import UserCode
 
@@ -38,6 +39,7 @@ _numbers = itertools.count(1)
 
 Shapes = tuple[tuple[int, ...], ...]
 _shape_of = operator.attrgetter("shape")
+_DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
 
 class Compiled:
@@ -106,7 +108,8 @@ class Compiled:
                 for tensor in tensors:
                     if tensor.const_arg or tensor.has_init:
                         return cell(*tensors)
-                return run_graph(cell, name, tensors)
+                set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+                return run_graph(cell, *tensors, phase=name)
         except BaseException as error:
             is_lost(self.code.owner, error)
             # A graph that has failed at run time, for example at a label out of range, cannot run again.

@@ -55,7 +55,7 @@ def runs_here() -> bool:
 
 def is_host(device: str | None = None) -> bool:
     """Return whether the device is the host: tensors are in its memory, and kernels run on its cores."""
-    return (device or this_device()) == "CPU"
+    return (device or ms.get_context("device_target")) == "CPU"
 
 
 def can_partition(device: str | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""The contents of containers, closures and random generators, to see whether it changes and to restore it."""
+"""Contents of containers, closures and random generators: whether they change, and how they are restored."""
 
 import random
 from collections import deque

@@ -3,10 +3,9 @@
 All are in MindSpore 2.7 to 2.10, except where a comment names other versions. No other file imports private names.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from mindspore import JitConfig, Tensor, _c_expression, context, nn
+from mindspore import _c_expression, context, nn
 from mindspore.dataset.core import config
 from mindspore.ops import primitive
 from mindspore.parallel import _auto_parallel_context, _tensor, _utils
@@ -48,14 +47,11 @@ InternalCallbackParam = callback._InternalCallbackParam
 dataset_config = config._config
 
 
-_DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
+# Runs a compiled graph of a cell, by its name, without the checks of a call of the cell.
+run_graph = api._cell_graph_executor._exec_pip
 
-
-def run_graph(cell: nn.Cell, name: str, tensors: Sequence[Tensor]) -> Any:
-    """Run a compiled graph of ``cell``, by its name, without the checks of a call of the cell."""
-    executor = api._cell_graph_executor
-    executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
-    return executor._exec_pip(cell, *tensors, phase=name)
+# Sets the compiler's settings with which the next graph runs.
+set_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
 
 
 def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:

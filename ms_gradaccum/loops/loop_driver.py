@@ -115,7 +115,9 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             self._join_batch()
             self._end_joined()
         elif self._awaits_batch:
-            self.take_back_batch()
+            self.batches -= 1
+            self.is_last_batch = False
+            self.events.batches -= 1
             self.data.expect_none()
 
     def _leave(self, was_open: bool) -> None:

@@ -71,12 +71,6 @@ class WindowDriver(Generic[_W]):
         self.is_last_batch = self.batches >= steps
         self.events.batches += 1
 
-    def take_back_batch(self) -> None:
-        """Do not count a batch that has failed before anything was added."""
-        self.batches -= 1
-        self.is_last_batch = False
-        self.events.batches -= 1
-
     def close(self, window: _W, clip: Clip | None = None) -> StepOutput:
         """End the window of one network. The listeners have heard of its update before."""
         output = window.close(clip)
@@ -129,7 +123,8 @@ class HostDrivenStep(Step):
             if self.window.can_continue_after(error):
                 self._end_batch()  # The other ranks end theirs, too.
             else:
-                self.driver.take_back_batch()
+                # Another thread may be in the batch, whose number is this one's, too.
+                self.events.batches -= 1
             raise
         return self._end_batch()
 

@@ -148,7 +148,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @cached_property
     def is_updated(self) -> bool:
         """True if this call updated the parameters: `updated`, read once."""
-        return bool(self.updated.asnumpy())
+        return bool(self._report.updated.asnumpy())
 
     @cached_property
     def has_overflow(self) -> bool:
