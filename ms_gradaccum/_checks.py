@@ -26,7 +26,7 @@ State = dict[str, Any]  # The state of an object, as JSON.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-# Path prefixes of code that is not the user's: this package, MindSpore, and the standard library.
+# Path prefixes of code that is not the user's: this package, MindSpore, and the context managers around both.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 # The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
 _OTHER_NAMES = {

@@ -327,7 +327,7 @@ class LossMeasurement:
         if len(restored) > 1:
             return self._of_noise(passes, both, pair)
         return (
-            f"For '{_OWNER}', the same rows have another loss in each pass ({_percent(drift)} apart), so micro "
+            f"For '{_OWNER}', the same rows have another loss in each pass ({_distance(drift)}), so micro "
             f"batches see each other's state. Keep state out of the loss, or change it once per update."
         )
 
@@ -378,7 +378,7 @@ class LossMeasurement:
         if self.network.weighted:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
-            f"For '{_OWNER}', {what} ({_percent(error)} apart): rows interact, a term is a sum, or the mean is over "
+            f"For '{_OWNER}', {what} ({_distance(error)}): rows interact, a term is a sum, or the mean is over "
             f"something else than rows (tokens, boxes, class weights). {_PAGE}"
         )
 
@@ -405,12 +405,14 @@ class LossMeasurement:
         if error:
             self._tell(
                 f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-                f"({_percent(error)} apart): rows interact, also in the backward pass, or a term does not show in the "
+                f"({_distance(error)}): rows interact, also in the backward pass, or a term does not show in the "
                 f"loss. {_PAGE}"
             )
 
 
-def _percent(error: float) -> str:
+def _distance(error: float) -> str:
     if not math.isfinite(error):
-        return "one has no finite loss,"
-    return f"{100 * error:.2g} %" if error < 0.1 else f"{100 * error:.0f} %"
+        return "one of them is not finite"
+    if error < 0.1:
+        return f"{100 * error:.2g} % apart"
+    return f"{100 * error:.0f} % apart"

@@ -13,6 +13,7 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Eager, Method, like_mode
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.backend.tolerances import TOLERANCES
+from ms_gradaccum.backend.training_cells import DROPOUTS
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import RowWeight
@@ -22,7 +23,6 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 
 # A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 Tensors = tuple[Tensor, ...]
@@ -284,7 +284,7 @@ def _draws(cell: nn.Cell) -> bool:
         return False
     if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
-    if isinstance(cell, _DROPOUTS):
+    if isinstance(cell, DROPOUTS):
         return True
     for value in vars(cell).values():
         if isinstance(value, ops.Primitive) and _DRAWS.search(value.name):
@@ -302,7 +302,7 @@ def _check_settings(settings: BatchSettings, reducer: GradientReducer, loss_fn: 
     if reducer.grads_are_reduced:
         raise ValueError(
             f"For '{settings.owner}', the argument 'network' must be one without GradCacheLoss where gradients come "
-            f"reduced, but got something else. Leave it out, and convert a network before hsdp() cuts it."
+            f"reduced, but got a GradCacheLoss. Give parallel=HSDP(...) in place of hsdp() around the network."
         )
     drawn = random_cells(loss_fn)
     if drawn and reducer.is_distributed:

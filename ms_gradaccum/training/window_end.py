@@ -1,4 +1,4 @@
-"""The order of an update, which only this file defines."""
+"""The order of an update from the host and in a larger graph. A partitioned step has its own."""
 
 import math
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ class BuiltUpdates:
 class WindowEnd(nn.Cell):
     """The end of a window for one optimizer: one update from the sums in the buffer, then an empty buffer.
 
-    reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
+    reduce over ranks, norm of the mean, finite?, divide by the weight, unscale, clip, optimizer, clear, adjust scale.
 
     From the host, `reduce` and `finish` each run one half as a graph, and Python reads the decision in between.
     In a larger graph, `construct` runs both halves, and the decision is a branch.

@@ -166,7 +166,7 @@ def test_gradients_that_come_reduced_are_refused():
     reducer = SimpleNamespace(is_distributed=True, grads_are_reduced=True)
     sentence = (
         "For 'TrainOneStepCell', the argument 'network' must be one without GradCacheLoss where gradients come "
-        "reduced, but got something else. Leave it out, and convert a network before hsdp() cuts it."
+        "reduced, but got a GradCacheLoss. Give parallel=HSDP(...) in place of hsdp() around the network."
     )
     with raises(ValueError, sentence):
         CachePass(cell(), 0, settings, None, reducer)

@@ -517,3 +517,17 @@ def test_networks_whose_layers_are_normalised_train_on_while_evaluated(eager):
     assert isinstance(watched.network.network._backbone, Net)
     assert_bits(values(watched.network.get_parameters()), values(plain.network.get_parameters()))
     assert ema.updates == 3
+
+
+@pytest.mark.parametrize("new", [new_step, lambda: new_loop()[0]], ids=["step", "loop"])
+def test_a_cell_around_the_step_has_the_averages_too(new, eager):
+    """As in data sink mode, where MindSpore puts a cell around the step and saves its parameters."""
+    trained = new()
+    ema = EMA()
+    trained.add_callback(ema)
+    trained.add_callback(ema)
+    assert [*trained.extras] == [ema]
+    around = nn.CellList([trained], auto_prefix=False)
+    for cell in (trained, around):
+        names = [parameter.name for parameter in cell.get_parameters()]
+        assert all(names.count(average.name) == 1 for average in [*ema.parameters, ema.count])
