@@ -154,7 +154,7 @@ def test_windows_of_two_batches_are_those_by_hand(name, expected):
     if name == "GRAPH":
         forward, loss = step.body.window.micro_steps.preparation.compiled_cells()
         # One graph of the loss for each number of rows, and never one for changing lengths.
-        assert (forward.what, loss.what) == ("the network", "the loss")
+        assert (forward.code.what, loss.code.what) == ("the network", "the loss")
         assert len(loss.fixed) == len(SIZES)
         assert loss.general_cell is None
         assert forward.general_cell is not None
