@@ -13,7 +13,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 
 # The relative difference of gradients that rounding explains.
 GRADIENT_TOLERANCE = 1e-3
-# A difference must exceed so many times that of the same gradient computed again.
+# A difference must exceed the noise so many times: that of the same gradient computed again, or of a random loss.
 NUM_DEVIATIONS = 10
 _LENGTH = 9973
 _SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, _LENGTH))

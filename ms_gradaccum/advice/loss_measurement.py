@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import first_line, listed, warn
-from ms_gradaccum.advice.gradient_exchange import Program, gradient_error
+from ms_gradaccum.advice.gradient_exchange import NUM_DEVIATIONS, Program, gradient_error
 from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
@@ -28,9 +28,7 @@ from ms_gradaccum.batch.structure import SequenceOf
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
-# A difference must exceed so many standard deviations of a random loss.
-NUM_DEVIATIONS = 10
-NUM_SEEDS = 3
+NUM_SEEDS = 3  # How many sets of random numbers are tried, each with all four passes.
 NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
 # Passes of a loss whose random numbers do not come back, and more if its error exceeds a few deviations.
 NUM_DRAWS = (4, 12)
@@ -327,7 +325,7 @@ class LossMeasurement:
         if len(restored) > 1:
             return self._of_noise(passes, both, pair)
         return (
-            f"For '{_OWNER}', the same rows have another loss in each pass ({_distance(drift)}), so micro "
+            f"For '{_OWNER}', the same rows have another loss in each pass ({_apart(drift)}), so micro "
             f"batches see each other's state. Keep state out of the loss, or change it once per update."
         )
 
@@ -378,7 +376,7 @@ class LossMeasurement:
         if self.network.weighted:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
-            f"For '{_OWNER}', {what} ({_distance(error)}): rows interact, a term is a sum, or the mean is over "
+            f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
             f"something else than rows (tokens, boxes, class weights). {_PAGE}"
         )
 
@@ -405,12 +403,12 @@ class LossMeasurement:
         if error:
             self._tell(
                 f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-                f"({_distance(error)}): rows interact, also in the backward pass, or a term does not show in the "
+                f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the "
                 f"loss. {_PAGE}"
             )
 
 
-def _distance(error: float) -> str:
+def _apart(error: float) -> str:
     if not math.isfinite(error):
         return "one of them is not finite"
     if error < 0.1:

@@ -33,8 +33,4 @@ class Schedule:
         has_changed = self.batches > 1 and self.values != repr(values)
         self.values = repr(values)
         self.changes += has_changed
-        self.is_due = _is_power_of_two(self.batches) or (has_changed and _is_power_of_two(self.changes))
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+        self.is_due = self.batches.bit_count() == 1 or (has_changed and self.changes.bit_count() == 1)

@@ -20,7 +20,7 @@ from ms_gradaccum.backend.mindspore_private import (
     get_mode,
     pynative_executor,
     run_graph,
-    set_jit_config,
+    use_jit_config,
 )
 from ms_gradaccum.backend.user_code import UserCode
 
@@ -108,7 +108,7 @@ class Compiled:
                 for tensor in tensors:
                     if tensor.const_arg or tensor.has_init:
                         return cell(*tensors)
-                set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+                use_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
                 return run_graph(cell, *tensors, phase=name)
         except BaseException as error:
             is_lost(self.code.owner, error)

@@ -51,7 +51,7 @@ dataset_config = config._config
 run_graph = api._cell_graph_executor._exec_pip
 
 # Sets the compiler's settings with which the next graph runs.
-set_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
+use_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
 
 
 def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:

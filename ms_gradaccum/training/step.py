@@ -24,7 +24,8 @@ class Step(nn.Cell):
 
     def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.owner, self.network = settings.owner, network
+        self.owner = settings.owner
+        self.network = network
         self.events = Events(settings.owner)
         self.loss_scale = settings.precision.loss_scale
 
