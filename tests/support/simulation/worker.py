@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -22,7 +23,6 @@ from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.tools.whole_batch import MeanLoss, WholeBatch
 from ms_gradaccum.training.step_output import OutputFields
 from simulation.comparison import Values, compare
@@ -34,10 +34,17 @@ _OWNER = "simulate"
 _Built = tuple[TrainOneStepCell, tuple[Any, ...]]
 
 
-def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
+class Meeting(NamedTuple):
+    """The folder of a job, and the rank of this process."""
+
+    folder: Path
+    rank: int
+
+
+def work(builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
     """Do the part of one rank, and yield its report."""
     rank, size = connect()
-    meeting.join(rank)
+    meeting = Meeting(Path(os.environ["TMPDIR"]), rank)
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
     # The programs of all devices have the same size, so without `run` one is enough.
@@ -176,6 +183,6 @@ def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[li
     with graph_mode(), inlined([cell for _, cell in step.network.cells_and_names()]):
         parameters = step.optimizer.parameters
         loss_cell = MeanLoss(step.network.whole_loss_of())
-        whole = WholeBatch(_OWNER, loss_cell, parameters, step.optimizer, step.body.clip)
+        whole = WholeBatch(_OWNER, loss_cell, parameters, step.optimizer, getattr(step.body.clip, "max_norm", None))
         losses = [whole.train(*batch)[0] for _ in range(updates)]
     return losses, {each.name: each.asnumpy() for each in step.optimizer.parameters}
