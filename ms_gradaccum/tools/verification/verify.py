@@ -19,7 +19,7 @@ from ms_gradaccum.tools.verification.causes import causes_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
 from ms_gradaccum.tools.whole_batch import Run, largest_difference
-from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
 
 _OWNER = "verify"
 _DIFFERS = (
@@ -143,9 +143,12 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
     if not isinstance(network, GradAccumulation):
         count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
+    remedy = "Settings of a GradAccumulation are its own: leave them out here."
+    if micro_size is not None:
+        check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
     given: dict[str, tuple[object, object]] = {
         "micro_size": (micro_size, None),
-        "weighted": (weighted, False),
+        "weighted": (check_weighted(_OWNER, weighted, remedy), False),
         "batch_axis": (check_batch_axis(batch_axis), 0),
     }
     for name, (value, default) in given.items():
@@ -153,7 +156,7 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
         if value not in (own, default):
             raise ValueError(
                 f"For '{_OWNER}', the argument '{name}' must be {default!r} or that of the GradAccumulation, {own!r}, "
-                f"but got {value!r}. Settings of a GradAccumulation are its own: leave them out here."
+                f"but got {value!r}. {remedy}"
             )
     return network
 
