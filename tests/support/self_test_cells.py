@@ -14,6 +14,7 @@ import mindspore as ms
 import numpy as np
 import quick_mindspore
 from mindspore import Tensor
+from open_window import buffer_of
 
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
@@ -137,7 +138,7 @@ def state():
 
     def without_sums(step, directory):
         original(step, directory)
-        for total in step.body.buffer.get_parameters():
+        for total in buffer_of(step).get_parameters():
             if ".window_" not in total.name and total.dtype == ms.float32:
                 total.set_data(Tensor(np.zeros(total.shape, np.float32)))
 
