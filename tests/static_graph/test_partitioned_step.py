@@ -8,13 +8,12 @@ from linear_toy import ALL, X, descend, line, sgd, weight_of
 from mindspore import Tensor, nn
 from refusal import raises
 
-from ms_gradaccum import GradAccumulation
+from ms_gradaccum import GradAccumulation, StepOutput
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph import partitioned_step
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
 
 pytestmark = pytest.mark.usefixtures("eager")
 

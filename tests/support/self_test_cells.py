@@ -16,9 +16,9 @@ import quick_mindspore
 from mindspore import Tensor
 from open_window import buffer_of
 
+from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.processes import Job, Meeting
