@@ -136,7 +136,7 @@ EXAMPLE, SEVERAL = (
     "For example schedule={0: 1, 4: 2}.",
     "Several networks take a list with the optimizer (or optimizers) of each.",
 )
-SCHEDULE, KEYS = "a dict from epochs to numbers of batches, a function or None, but got", "a dict whose keys are"
+SCHEDULE, KEYS = "a dict from epochs to numbers of batches, a BySamples or a function, but got", "a dict whose keys are"
 LAST_WINDOW = (
     "one of 'apply', 'drop', 'carry', but got {}. "
     "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."

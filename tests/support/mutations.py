@@ -170,6 +170,27 @@ MUTATIONS = (
         CLIPS,
     ),
     Mutation(
+        "a window whose norm is too large makes an update",
+        "gradients/norm_limit.py",
+        "return ops.logical_and(updated, ops.logical_not(ops.logical_and(is_above, ops.isfinite(norm))))",
+        "return updated",
+        ("gradients/test_skip_above.py",),
+    ),
+    Mutation(
+        "the norms of before are not in a state",
+        "training/settings.py",
+        "return self.precision.loss_scale, self.norm_limit, self.clip",
+        "return self.precision.loss_scale, self.clip",
+        ("gradients/test_skip_above.py",),
+    ),
+    Mutation(
+        "a window that is carried takes the length of the next epoch",
+        "loops/train_step.py",
+        "epoch = self.epoch_of(begun)",
+        "epoch = self.epoch_of(0)",
+        ("loops/test_model_schedule.py",),
+    ),
+    Mutation(
         "what fails in mid-batch leaves its rows in the window",
         "training/window.py",
         "            self.discard(for_all=True)\n            warn_of_dropped(self.owner, batches)\n",
@@ -207,8 +228,8 @@ MUTATIONS = (
     Mutation(
         "an optimizer that keeps its gradients is given the sums themselves",
         "training/update.py",
-        "tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)",
-        "tuple(self.sums)",
+        "grads = tuple(total.value() for total in self.sums)",
+        "pass",
         ("programs/test_optimizers_and_schedules.py",),
     ),
     Mutation(
