@@ -114,7 +114,7 @@ def test_a_window_above_the_limit_in_a_larger_graph(mode):
 
 
 def spikes(norms, std, windows):
-    """Whether each norm is above the mean of the last ones by so many standard deviations, by NumPy."""
+    """Return whether each norm is above the mean of the last ones by so many standard deviations."""
     history = []
     decided = []
     for norm in norms:
