@@ -341,7 +341,7 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
             batches[-1].append(counts["batches"])
     most = max(map(max, batches)) if contents.windows else 0
     if isinstance(contents.step, TrainOneStepCell):
-        limit = contents.step.body.settings.window_length.most
+        limit = contents.step.body.accumulation_steps
         if 0 < most >= limit:
             raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
     return batches

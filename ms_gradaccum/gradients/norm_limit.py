@@ -60,12 +60,13 @@ class NoNormLimit(nn.Cell):
     # The argument `skip_above`, which all ranks have in common.
     given: SkipAbove = None
 
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        # Runs `construct` from the host.
+        self.run = Compiled(lambda: self, "skip_above", "the limit of the norm")
+
     def construct(self, norm: Tensor, updated: Tensor) -> Tensor:
         """Return whether a window makes its update, as part of a graph. Without this limit it is ``updated``."""
-        return updated
-
-    def decide(self, norm: Tensor, updated: Tensor) -> Tensor:
-        """Return the same from the host."""
         return updated
 
 
@@ -73,16 +74,11 @@ class NormLimit(NoNormLimit):
     """Skip windows whose norm is above a fixed number."""
 
     def __init__(self, given: float | NormSpike) -> None:
-        super().__init__(auto_prefix=False)
+        super().__init__()
         self.given = given
-        self.run = Compiled(lambda: self, "skip_above", "the limit of the norm")
 
     def construct(self, norm: Tensor, updated: Tensor) -> Tensor:
         return _unless(norm > Tensor(self.given, ms.float32), norm, updated)
-
-    def decide(self, norm: Tensor, updated: Tensor) -> Tensor:
-        decided: Tensor = self.run(norm, updated)
-        return decided
 
 
 class NormSpikeLimit(NormLimit):

@@ -110,8 +110,8 @@ class HostDrivenStep(Step):
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
         super().__init__(network, settings)
-        # For a larger graph, which follows no schedule.
-        self.fixed_steps = settings.window_length.most
+        self.accumulation_steps = settings.window_length.most
+        self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
@@ -125,19 +125,17 @@ class HostDrivenStep(Step):
         self.micro_step = self.window.micro_steps.cell
         self.number = number_of(self)
 
-    @property
-    def accumulation_steps(self) -> int:
-        length = self.settings.window_length
-        if length.is_fixed:
-            return length.most
+    def steps_of_window(self) -> int:
+        if not self.has_schedule:
+            return self.accumulation_steps
         begun = self.window.count.get()
         epoch = None
         if self.epoch_of is not None:
             epoch = self.epoch_of(begun)
-        return length.at(epoch, self.events.updates, self.events.batches - begun)
+        return self.settings.window_length.at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        self.driver.begin_batch(self.accumulation_steps)
+        self.driver.begin_batch(self.steps_of_window())
         try:
             self.window.add(args, kwargs, self.driver.is_last_batch)
         except BaseException as error:
@@ -150,7 +148,7 @@ class HostDrivenStep(Step):
         return self._end_batch()
 
     def join(self) -> StepOutput:
-        self.driver.begin_batch(self.accumulation_steps)
+        self.driver.begin_batch(self.steps_of_window())
         self.window.micro_steps.join()
         return self._end_batch()
 
@@ -161,7 +159,7 @@ class HostDrivenStep(Step):
         return self.window.partial_output()
 
     def open_batches(self) -> int:
-        return 0 if self.fixed_steps == 1 else self.driver.open_batches()
+        return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
 
     def flush(self) -> StepOutput | None:
         if not self.driver.begin_flush(self.open_batches()):
@@ -204,10 +202,10 @@ class HostDrivenStep(Step):
         for part in parts:
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
-        if self.fixed_steps == 1:
+        if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.end(done)
         else:
-            output = self.end.after_batch(done, self.fixed_steps)
+            output = self.end.after_batch(done, self.accumulation_steps)
         return output
 
 
@@ -335,7 +333,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     @property
     def accumulation_steps(self) -> int:
         """Number of batches of the open window's update, or of the next one."""
-        return self.body.accumulation_steps
+        return self.body.steps_of_window()
 
     @property
     def scale_sense(self) -> Tensor:

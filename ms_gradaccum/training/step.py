@@ -16,6 +16,7 @@ from ms_gradaccum.training.step_output import StepOutput
 class Step(nn.Cell):
     """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
 
+    accumulation_steps = 1  # The largest number of batches of a window.
     is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_claims = True  # False once a later step was built with the same optimizer.
     is_unmeasured = False  # True until the loss was measured, if it should be.
@@ -29,10 +30,9 @@ class Step(nn.Cell):
         self.events = Events(settings.owner)
         self.loss_scale = settings.precision.loss_scale
 
-    @property
-    def accumulation_steps(self) -> int:
-        """Number of batches of the open window, or of the next one."""
-        return self.settings.window_length.most
+    def steps_of_window(self) -> int:
+        """Return the number of batches of the open window, or of the next one."""
+        return self.accumulation_steps
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, each with its own mode and settings."""

@@ -287,8 +287,9 @@ class WindowEnds:
             outputs.append(output)
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
-        updated = self.settings.norm_limit.decide(outputs[0].grad_norm, outputs[0].updated)
-        if updated is not outputs[0].updated:
+        limit = self.settings.norm_limit
+        if limit.given is not None:
+            updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
         self.outputs = outputs
 

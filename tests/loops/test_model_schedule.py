@@ -26,7 +26,7 @@ def by_updates(updates):
 # What is given, and the length of a window by the epoch, the updates and the rows before it.
 SCHEDULES = {
     "epochs": ({0: 1, 1: 3, 3: 2}, lambda epoch, updates, rows: [1, 3, 3, 2][epoch]),
-    "longer": ({0: 3, 1: 5}, lambda epoch, updates, rows: 3 if epoch == 0 else 5),
+    "longer": ({0: 3, 1: 4}, lambda epoch, updates, rows: 3 if epoch == 0 else 4),
     "late": ({2: 2}, lambda epoch, updates, rows: [1, 1, 2, 2][epoch]),
     "updates": (by_updates, lambda epoch, updates, rows: by_updates(updates)),
     "samples": (

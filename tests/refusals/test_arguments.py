@@ -77,7 +77,7 @@ def test_limits_are_positive_finite_numbers_and_a_bool_is_none(name):
 
 OPTIMIZER = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental, but got {}. Build it from "
 OPTIMIZER += "network.trainable_params()."
-CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, but got {!r}. For example "
+CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, a cell or None, but got {!r}. For example "
 CLIP += "clip=ClipByGlobalNorm(1.0)."
 OF_STEP = {
     "network": ((2,), "must be an nn.Cell, but got {0!r} of type int. Give a GradAccumulation or a loss cell."),

@@ -306,8 +306,8 @@ def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_row
     [
         (
             f"{memory_networks.__file__}:wrongly_clipped",
-            "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
-            "or None, but got 3. For example clip=ClipByGlobalNorm(1.0).",
+            "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, "
+            "a cell or None, but got 3. For example clip=ClipByGlobalNorm(1.0).",
         ),
         (
             "memory_networks:missing",

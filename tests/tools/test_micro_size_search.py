@@ -264,7 +264,7 @@ def test_a_function_computes_as_the_caller_does(importing, monkeypatch):
     assert devices == [("Ascend", 3)]
 
 
-CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
+CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, a cell or None"
 RETURNS = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
 
 
