@@ -22,6 +22,10 @@ def _store(total: Parameter, value: Tensor) -> Tensor:
     return ops.assign(total, as_dtype(value, total.dtype))
 
 
+def _value_of(grad: Tensor) -> Tensor:
+    return grad.value()
+
+
 def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
 
@@ -117,6 +121,9 @@ class Update(nn.Cell):
         return self.buffer.clear(self.reducer.after_update(updated))
 
     def optimized(self, grads: Grads) -> Done:
+        if self.has_branches:
+            # The compiler drops a branch that changes parameters if a called function has read a parameter before it.
+            grads = map_tensors(_value_of, grads)
         return self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
 
     def keep_storage(self, value: Tensor) -> Tensor:
