@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "a loss that misses the mean of its parts is taken for rounding",
         "advice/loss_measurement.py",
-        "        if self.losses.error(whole, *parts) <= self.losses.rounding(whole, *parts):\n",
-        "        if self.losses.error(whole, *parts) <= 10:\n",
+        "        if error_of(whole, *parts) <= self.losses.rounding(whole, *parts):\n",
+        "        if error_of(whole, *parts) <= 10:\n",
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(
