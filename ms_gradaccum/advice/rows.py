@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_gradaccum.backend.snapshot import Array, as_array
-from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
+from ms_gradaccum.batch.split import BatchAxis, Flattened, SplitBatch, count_rows
 from ms_gradaccum.batch.structure import SequenceOf
 
 
@@ -31,6 +31,17 @@ class Rows(NamedTuple):
         batch = Flattened(inputs, batch_axis)
         rows = count_rows(batch.leaves)
         return Rows(batch.structure, batch.tensors, batch.axes, rows, rows)
+
+    @staticmethod
+    def parts(
+        inputs: tuple[object, ...], batch_axis: BatchAxis, split: SplitBatch, weight: float | None = None
+    ) -> list["Rows"]:
+        """Return the micro batches of a batch, or its only one with a weight of the caller."""
+        axes = Flattened(inputs, batch_axis).axes
+        parts = []
+        for rows, tensors in split.micro_batches:
+            parts.append(Rows(split.structure, tensors, axes, rows, rows if weight is None else weight))
+        return parts
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others. What has no rows comes from the other ones."""
