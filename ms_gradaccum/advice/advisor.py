@@ -224,7 +224,7 @@ class Advisor(SilentAdvisor):
         if self.measurement is not None and self.is_unmeasured:
             self.is_unmeasured = False
             self.measurement.before_batch()
-            rows = self.measurement.rows_of(inputs, split.micro_batches, split.structure)
+            rows = self.measurement.rows_of(inputs, split)
             self.measurement.after_batch(rows, [], 0)
 
     def _look_on(self) -> None:
@@ -234,15 +234,14 @@ class Advisor(SilentAdvisor):
 
     def _rows_of(self, batch: SeenBatch) -> list[Any]:
         assert self.measurement is not None
-        split = batch.split
-        return self.measurement.rows_of(batch.inputs, split.micro_batches, split.structure, batch.weight)
+        return self.measurement.rows_of(batch.inputs, batch.split, batch.weight)
 
 
 def measurement_of(
     network: nn.Cell, parameters: Sequence[Parameter], reducer: GradientReducer, training: AdvisedTraining
 ) -> LossMeasurement | None:
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
-    adds_parts = network.micro_size > 1 or training.accumulation_steps > 1 or reducer.is_distributed
+    adds_parts = network.splits or training.accumulation_steps > 1 or reducer.is_distributed
     # Where a network reduces its gradients itself, its forward passes communicate.
     can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):

@@ -17,13 +17,12 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.advice.gradient_exchange import NUM_DEVIATIONS, Program, gradient_error
 from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, relative
-from ms_gradaccum.advice.rows import Rows, RowsDiffer
+from ms_gradaccum.advice.rows import Padded, Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
 from ms_gradaccum.backend.snapshot import Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import BATCH_NORMS
-from ms_gradaccum.batch.split import Flattened, MicroBatch
-from ms_gradaccum.batch.structure import SequenceOf
+from ms_gradaccum.batch.split import Flattened, SplitBatch
 
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
@@ -114,23 +113,23 @@ class LossMeasurement:
         known = [self.losses.known(*pair) for pair in zip(parts, outputs)]
         self._guarded(lambda: self._measure(Batch(parts, known, updates)))
 
-    def rows_of(
-        self,
-        inputs: tuple[Any, ...],
-        micro_batches: Sequence[MicroBatch],
-        structure: SequenceOf,
-        weight: float | None = None,
-    ) -> list[Rows]:
+    def rows_of(self, inputs: tuple[Any, ...], split: SplitBatch, weight: float | None = None) -> list[Rows]:
         """Return the rows of the micro batches of a batch, or of its only one with a weight of the caller."""
         axes = Flattened(inputs, self.network.batch_axis).axes
         parts = []
-        for rows, tensors in micro_batches:
-            parts.append(Rows(structure, tensors, axes, rows, rows if weight is None else weight))
+        for rows, tensors in split.micro_batches:
+            parts.append(Rows(split.structure, tensors, axes, rows, rows if weight is None else weight))
+        if not split.places:
+            return parts
+        whole = Rows.of(inputs, self.network.batch_axis)
+        most = max(1, self.network.token_limit.micro_tokens // (2 * split.longest))
+        for i, places in enumerate(split.places):
+            parts[i] = parts[i]._replace(padded=Padded(whole, places, most))
         return parts
 
-    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: SequenceOf) -> str:
+    def measure(self, inputs: tuple[Any, ...], split: SplitBatch) -> str:
         """Return the sentence for a batch that no training has run, or an empty string."""
-        for a, b in itertools.pairwise(self.rows_of(inputs, micro_batches, structure)):
+        for a, b in itertools.pairwise(self.rows_of(inputs, split)):
             text = self._finding(Pair(a, b), None)
             if text:
                 return text
@@ -210,6 +209,9 @@ class LossMeasurement:
 
     def _finding(self, pair: Pair, before: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
+        few = Pair(pair.a.few(), pair.b.few())
+        if few.a.size < pair.a.size or few.b.size < pair.b.size:
+            pair = few
         try:
             both = pair.a.joined(pair.b)
         except RowsDiffer as error:
@@ -377,8 +379,11 @@ class LossMeasurement:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
             f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
-            f"something else than rows (tokens, boxes, class weights). {_PAGE}"
+            f"something else than rows (tokens, boxes, class weights{self._of_padding()}). {_PAGE}"
         )
+
+    def _of_padding(self) -> str:
+        return "" if self.network.token_limit is None else ", padding that micro_tokens cuts off"
 
     # ---- the gradients of the training program
 
@@ -388,7 +393,7 @@ class LossMeasurement:
         first = self.first if len(parts) == 1 else parts[0]
         self.first = parts[-1] if self.windows == 1 else None
         if self.is_on and self.windows == 2 and first is not None:
-            self._guarded(lambda: self._exchange(program, first, parts[-1]))
+            self._guarded(lambda: self._exchange(program, first.few(), parts[-1].few()))
 
     def _exchange(self, program: Program, first: Rows, last: Rows) -> None:
         with kept(self.network.network, self._is_copied) as state:

@@ -112,6 +112,8 @@ class HostDrivenStep(Step):
         super().__init__(network, settings)
         self.accumulation_steps = settings.accumulation_steps
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
+        if network.token_limit is not None:
+            agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
         self.driver = WindowDriver(_OWNER, [self.window], self.events)
