@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -28,7 +27,7 @@ class MetricsLogger(StepReporter, Callback):
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
 
     A line is a JSON object with the items of the report, `time` (seconds since 1970) and in a Model `epoch`. An Inf or
-    NaN is ``null``. If the disk is full, a warning says so, and the next report writes the missing lines, too.
+    NaN is ``null``. If the disk is full, a warning says so, and the training goes on without the line.
 
     Args:
         path (Union[str, os.PathLike]): The file to which the lines are appended. Its folder is created if necessary.
@@ -98,15 +97,17 @@ class MetricsLogger(StepReporter, Callback):
         report = output if isinstance(output, StepReport) else self.report(output)
         if report is None:
             return None
-        numbers = _numbers(extra)
+        numbers = report.as_dict()
         for name, value in extra.items():
-            if name not in numbers:
+            number = _number(value)
+            if number is None:
                 raise TypeError(
                     f"For '{_OWNER}', the argument '{name}' must be a number, but got {typed(value)}. Metrics of "
                     f"several values take a name for each."
                 )
+            numbers[name] = number
         self._update = report.update
-        self._write({**self._epoch, **report.as_dict(), **numbers})
+        self._write({**self._epoch, **numbers})
         return report
 
     def on_update_end(self, event: StepEvent) -> None:
@@ -126,10 +127,14 @@ class MetricsLogger(StepReporter, Callback):
     def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         # The names are those of fit's own loss and of the user's metrics. Some metrics are not single numbers.
-        results = _numbers(params.get("eval_results") or params.get("metrics") or {})
-        results = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
-        if results:
-            self._write(results)
+        results = params.get("eval_results") or params.get("metrics") or {}
+        numbers = {}
+        for name, value in results.items():
+            number = _number(value)
+            if number is not None:
+                numbers[f"eval_{name.removeprefix('eval_')}"] = number
+        if numbers:
+            self._write(numbers)
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._epoch = {}
@@ -149,40 +154,39 @@ class _JsonLines:
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        self.unwritten = b""  # Lines that could not be written to a full disk.
         self.has_failed = False
-        if self.path.stat().st_size:  # A pipe has no size.
-            with self.path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                # A killed program can leave the start of a line.
-                if file.read() != b"\n":
-                    self.unwritten = b"\n"
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Write a line, preceded by lines that could not be written before."""
+        """Write a line. If the disk is full, warn once."""
         # JSON has no Inf and no NaN.
         plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
-        self.unwritten += json.dumps(plain).encode() + b"\n"
         try:
-            while self.unwritten:
-                # Unbuffered, so that the content of the file is known.
-                with self.path.open("ab", buffering=0) as file:
-                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+            with self.path.open("ab") as file:
+                if self._is_torn():
+                    file.write(b"\n")
+                file.write(json.dumps(plain).encode() + b"\n")
         except OSError as error:
             if not self.has_failed:
                 warn(
                     f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, and "
-                    f"each further report tries it again."
+                    f"reports are missing there."
                 )
             self.has_failed = True
 
+    def _is_torn(self) -> bool:
+        """Return whether a killed program or a full disk has left the start of a line."""
+        if not self.path.stat().st_size:  # A pipe has no size.
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
 
-def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Return the values that are single numbers."""
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        with suppress(TypeError, ValueError, OverflowError):
-            number = float(value)
-            if not isinstance(value, str):
-                numbers[name] = value if isinstance(value, int) else number
-    return numbers
+
+def _number(value: SupportsFloat) -> float | None:
+    """Return a single number, or None for something else."""
+    if isinstance(value, int):
+        return value
+    try:
+        return None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
+from ms_gradaccum import Model, TrainOneStepCell
 from ms_gradaccum.batch.arguments import Batch
-from ms_gradaccum.loops.model import Model
-from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
 from simulation.cuda_stubs import stand_ins
@@ -27,5 +29,6 @@ def simulate(
     """
     builder = Builder.of("simulate", build)._replace(device=["CPU"])
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
-        return simulation_of(devices, job.wait(timeout))
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, stand_ins(Path(folder))):
+        with Job(devices, f"{__package__}.worker:work", task) as job:
+            return simulation_of(devices, job.wait(timeout))
