@@ -235,7 +235,7 @@ class Advisor(SilentAdvisor):
         if self.measurement is not None and self.is_unmeasured:
             self.is_unmeasured = False
             text = self.measurement.before_batch()
-            parts = Rows.parts(inputs, self.network.batch_axis, split)
+            parts = Rows.parts(self.network, inputs, split)
             self._end_measuring(text or self.measurement.measure(parts))
 
     def _look_on(self) -> None:
@@ -250,14 +250,14 @@ class Advisor(SilentAdvisor):
             warn(self.network.with_owner(text))
 
     def _rows_of(self, batch: SeenBatch) -> list[Rows]:
-        return Rows.parts(batch.inputs, self.network.batch_axis, batch.split, batch.weight)
+        return Rows.parts(self.network, batch.inputs, batch.split, batch.weight)
 
 
 def measurement_of(
     network: nn.Cell, parameters: Sequence[Parameter], reducer: GradientReducer, training: AdvisedTraining
 ) -> LossMeasurement | None:
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
-    adds_parts = network.micro_size > 1 or training.accumulation_steps > 1 or reducer.is_distributed
+    adds_parts = network.splits or training.accumulation_steps > 1 or reducer.is_distributed
     # Where a network reduces its gradients itself, its forward passes communicate.
     can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):

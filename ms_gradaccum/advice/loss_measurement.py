@@ -168,6 +168,9 @@ class LossMeasurement:
 
     def _finding(self, pair: Batch, before: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
+        few = [rows.few() for rows in pair.parts]
+        if any(rows.size < each.size for rows, each in zip(few, pair.parts)):
+            pair = Batch(few, [], pair.updates)
         first, second = pair.parts
         try:
             both = first.joined(second)
@@ -316,8 +319,11 @@ class LossMeasurement:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
             f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
-            f"something else than rows (tokens, boxes, class weights). {_PAGE}"
+            f"something else than rows (tokens, boxes, class weights{self._of_padding()}). {_PAGE}"
         )
+
+    def _of_padding(self) -> str:
+        return "" if self.network.token_limit is None else ", padding that micro_tokens cuts off"
 
     # ---- the gradients of the training program
 
@@ -336,7 +342,7 @@ class LossMeasurement:
             can_repeat = self.losses.is_exact or passes.is_eager
             if has_hooks or not (can_repeat and is_float32):
                 return ""
-            error = gradient_error(passes, program, first, parts[-1])
+            error = gradient_error(passes, program, first.few(), parts[-1].few())
         if not error:
             return ""
         return (

@@ -108,9 +108,9 @@ class TrainedNetwork(Window):
                 f"For 'Accumulator', the argument 'weight' must be left out for a network that returns its weight, or "
                 f"whose loss needs all rows, but got {weight}. Leave it out."
             )
-        if network.micro_size > 1:
+        if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a batch of {network.micro_size} micro "
+                f"For 'Accumulator', the argument 'weight' must be left out for a batch that is split into micro "
                 f"batches, which have weights of their own, but got {weight}. Return (loss_mean, weight), and give "
                 f"weighted='mean' to GradAccumulation."
             )

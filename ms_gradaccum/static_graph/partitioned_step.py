@@ -64,7 +64,7 @@ class PartitionedStep(Step):
         # Set when the step is called from Python, which can end a training. Inside a larger graph it stays False.
         self.is_called = False
         self.unraised = unraised(settings.owner)
-        self.is_unmeasured = settings.check_loss and network.micro_size > 1
+        self.is_unmeasured = settings.check_loss and network.splits
         # The overflow and update flags of up to 100 last windows, which are read together and then cleared.
         self.last_flags: list[tuple[Tensor, Tensor]] = []
 

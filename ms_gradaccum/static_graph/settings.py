@@ -47,6 +47,10 @@ def check_step(
         remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         got = "a GradCacheLoss, which takes two passes"
         raise _error("network", "a sum over rows", got, remedy, "GradAccumulation")
+    if network.token_limit is not None:
+        remedy = "The compiler cuts each batch into equal parts: give micro_size."
+        got = network.token_limit.micro_tokens
+        raise _error("micro_tokens", "left out", got, remedy, "GradAccumulation")
     if drop_non_finite:
         remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         raise _error("bad_micro_batch", "'skip_window'", "'drop'", remedy)
@@ -61,7 +65,7 @@ def check_step(
         raise _error("mixed_precision", "one of float32 messages", f"reduce_dtype={dtype}", remedy)
     trained = {id(parameter) for parameter in optimizer.parameters}
     left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
-    if network.micro_size > 1 and left_out:
+    if network.splits and left_out:
         # The compiler expects an accumulator for each trainable parameter.
         got = f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
         remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."

@@ -65,7 +65,7 @@ def test_compiled_they_are_found_as_well(name, monkeypatch):
     measurement = LossMeasurement(network, cell.trainable_params(), compiles=False, half=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        text = measurement.measure(Rows.parts(inputs, 0, network.split(*inputs)))
+        text = measurement.measure(Rows.parts(network, inputs, network.split(*inputs)))
     assert not caught
     assert bool(text) == (name in WRONG)
 
