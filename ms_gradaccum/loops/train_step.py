@@ -321,6 +321,11 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         scale: Tensor = self.body.loss_scale.value()
         return scale
 
+    @property
+    def loss_scaling_manager(self) -> nn.Cell:
+        """What chooses the loss scale. Its ``get_loss_scale()`` is what callbacks of model zoos read."""
+        return self.body.loss_scale
+
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. No other method does so."""
         super().set_train(mode)
