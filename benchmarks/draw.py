@@ -83,7 +83,8 @@ def long_run(rows):
     axis.fill_between(windows, list(map(min, seeds)), list(map(max, seeds)), color="tab:blue", alpha=0.25)
     label = f"ms_gradaccum: median and range of {len(seeds[0])} seeds"
     axis.plot(windows, list(map(statistics.median, seeds)), color="tab:blue", label=label)
-    axis.set(xlabel="windows", ylabel="resident memory, MB")
+    # The line is level: without room above it, it would lie on the frame.
+    axis.set(xlabel="windows", ylabel="resident memory, MB", ylim=(0, 1.1 * max(row["mb"] for row in rows)))
     save(figure, [axis], "long_run")
 
 

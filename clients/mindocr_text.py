@@ -2,6 +2,7 @@
 
 import importlib
 import tempfile
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -21,14 +22,13 @@ for part in ("", ".utils", ".losses"):
 losses = importlib.import_module("mindocr.losses.rec_loss")
 det_loss = importlib.import_module("mindocr.losses.det_loss")
 EvalSaveCallback = importlib.import_module("mindocr.utils.callbacks").EvalSaveCallback
-AdamW = importlib.import_module("mindocr.optim.adamw").AdamW
 NetWithLossWrapper = importlib.import_module("mindocr.utils.model_wrapper").NetWithLossWrapper
 TrainOneStepWrapper = importlib.import_module("mindocr.utils.train_step_wrapper").TrainOneStepWrapper
 
 ROWS, UPDATES, LENGTH, WIDTH, CLASSES = 8, 6, 5, 12, 7
-RATES = [1e-2 * (1 - update / UPDATES) for update in range(UPDATES)] + [1e-3] * 100
+RATES = [1e-2 * (1 - update / UPDATES) for update in range(UPDATES)]
 MEAN_OF_MEANS = "a ratio of sums: each micro batch has its own"
-OWN_RATES = "its optimizers move the rate once per batch"
+OWN_RATES = "the list has an entry per batch, and the optimizer reads one per update"
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 random = np.random.default_rng(0)
@@ -98,12 +98,17 @@ class Build:
         self.columns = columns
         self.rates = rates
 
-    def __call__(self, loss_cell: Any, step: Any, model: Any, calls: int = 1, **settings: Any) -> Way:
+    def __call__(self, loss_cell: Any, step: Any, model: Any, calls: int = 1, entries: int = 1, **settings: Any) -> Way:
+        """`entries` of a list of rates stand for each update."""
         ms.set_seed(1)
         np.random.seed(1)
         network = self.network()
         weights = network.trainable_params()
-        optimizer = AdamW(weights, self.rates, weight_decay=0.05)
+        rates = self.rates
+        if isinstance(rates, list):
+            # The updates that are timed go on with the last rate.
+            rates = [rate for rate in [*rates, *rates[-1:] * 100] for _ in range(entries)]
+        optimizer = nn.AdamWeightDecay(weights, rates, weight_decay=0.05)
         scale = nn.FixedLossScaleUpdateCell(1024.0)
         train_net = step(loss_cell(network), optimizer, scale, clip_grad=True, clip_norm=0.5, **settings)
         dataset = NumpySlicesDataset(self.columns, shuffle=False).batch(ROWS // calls)
@@ -118,43 +123,43 @@ class Build:
         return Way(train, lambda: train_net, calls)
 
 
-def cases(repeat: int) -> list[dict[str, Any]]:
-    theirs = {"step": TrainOneStepWrapper, "model": ms.Model}
-    ours = {"step": train_step, "model": OurModel}
-    by_steps = {"calls": MICRO_SIZE, "gradient_accumulation_steps": MICRO_SIZE}
-    part = ROWS // MICRO_SIZE
-    rows = []
-    for name, rates, wrong in (("one rate", 1e-2, ""), ("rates as a list", RATES, OWN_RATES)):
-        columns = (LINES, TEXTS)
-        build = Build(Recognizer, columns, rates)
-        candidates = [
-            Candidate("whole batch, mindocr", lambda build=build: build(recognition(ROWS), **theirs)),
-            Candidate(
-                "ours, micro_size=4", lambda build=build: build(recognition(part), **ours, micro_size=MICRO_SIZE)
-            ),
-            Candidate(
-                "ours, gradient_accumulation_steps=4", lambda build=build: build(recognition(part), **ours, **by_steps)
-            ),
-            Candidate(
-                "mindocr, gradient_accumulation_steps=4",
-                lambda build=build: build(recognition(part), **theirs, **by_steps),
-                wrong,
-            ),
-        ]
-        rows += compare(f"CTCLoss, {name}, clip, loss scale", candidates, [c[:ROWS] for c in columns], repeat)
+THEIRS = {"step": TrainOneStepWrapper, "model": ms.Model}
+OURS = {"step": train_step, "model": OurModel}
+BY_STEPS = {"calls": MICRO_SIZE, "gradient_accumulation_steps": MICRO_SIZE}
+
+
+def texts(name: str, rates: Any, repeat: int) -> list[dict[str, Any]]:
+    build = Build(Recognizer, (LINES, TEXTS), rates)
+    of_part = partial(build, recognition(ROWS // MICRO_SIZE))
+    candidates = [
+        Candidate("whole batch, mindocr", partial(build, recognition(ROWS), **THEIRS)),
+        Candidate("ours, micro_size=4", partial(of_part, **OURS, micro_size=MICRO_SIZE)),
+        Candidate("ours, gradient_accumulation_steps=4", partial(of_part, **OURS, **BY_STEPS)),
+        Candidate("mindocr, gradient_accumulation_steps=4", partial(of_part, **THEIRS, **BY_STEPS)),
+    ]
+    if isinstance(rates, list):
+        per_batch = partial(of_part, **THEIRS, **BY_STEPS, entries=MICRO_SIZE)
+        candidates.append(Candidate("mindocr, the same, a rate per batch", per_batch, OWN_RATES))
+    return compare(f"CTCLoss, {name}, clip, loss scale", candidates, (LINES[:ROWS], TEXTS[:ROWS]), repeat)
+
+
+def maps(repeat: int) -> list[dict[str, Any]]:
     columns = (LINES, MAPS, MASKS, THRESHOLDS, MASKS)
     build = Build(Detector, columns, 1e-2)
+    of_part = partial(build, detection)
     candidates = [
-        Candidate("whole batch, mindocr", lambda: build(detection, **theirs)),
+        Candidate("whole batch, mindocr", partial(build, detection, **THEIRS)),
         Candidate(
-            "ours, GradCacheLoss, micro_size=4", lambda: build(detection_of_all_rows, **ours, micro_size=MICRO_SIZE)
+            "ours, GradCacheLoss, micro_size=4", partial(build, detection_of_all_rows, **OURS, micro_size=MICRO_SIZE)
         ),
-        Candidate("ours, micro_size=4", lambda: build(detection, **ours, micro_size=MICRO_SIZE), MEAN_OF_MEANS),
-        Candidate(
-            "mindocr, gradient_accumulation_steps=4", lambda: build(detection, **theirs, **by_steps), MEAN_OF_MEANS
-        ),
+        Candidate("ours, micro_size=4", partial(of_part, **OURS, micro_size=MICRO_SIZE), MEAN_OF_MEANS),
+        Candidate("mindocr, gradient_accumulation_steps=4", partial(of_part, **THEIRS, **BY_STEPS), MEAN_OF_MEANS),
     ]
-    return rows + compare("DBLoss, one rate, clip, loss scale", candidates, [c[:ROWS] for c in columns], repeat)
+    return compare("DBLoss, one rate, clip, loss scale", candidates, [c[:ROWS] for c in columns], repeat)
+
+
+def cases(repeat: int) -> list[dict[str, Any]]:
+    return [*texts("one rate", 1e-2, repeat), *texts("rates as a list", RATES, repeat), *maps(repeat)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """mindyolo: tiny YOLOv8 and YOLOv5 networks with its losses, its optimizer, its average and its Trainer."""
 
 import importlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -108,31 +109,23 @@ class Timed:
         self.trainer.train_step(*inputs)
 
 
+def rows_of(case: Case, repeat: int) -> list[dict[str, Any]]:
+    theirs = partial(case.build, factory.create_train_step_fn)
+    candidates = [
+        Candidate("whole batch, mindyolo", theirs),
+        Candidate("ours, micro_size=4", partial(case.build, our_train_step_fn, micro_size=MICRO_SIZE)),
+        Candidate("mindyolo, accumulate=4", partial(theirs, MICRO_SIZE, MICRO_SIZE), OWN_RATES),
+        Candidate("mindyolo, accumulate=4, a rate per update", partial(theirs, MICRO_SIZE), OWN_LOSS),
+    ]
+    batch = (IMAGES[:ROWS], numbered(ROWS)[:ROWS])
+    return compare(f"{case.config}, its loss, Momentum in groups", candidates, batch, repeat)
+
+
 def cases(repeat: int) -> list[dict[str, Any]]:
     v8 = {"name": "YOLOv8Loss", "box": 7.5, "cls": 0.5, "dfl": 1.5, "reg_max": 16}
     v5 = {"name": "YOLOv5Loss", "box": 0.05, "obj": 1.0, "cls": 0.5, "anchor_t": 4.0, "label_smoothing": 0.0}
     v5 |= {"fl_gamma": 0.0, "cls_pw": 1.0, "obj_pw": 1.0}
-    rows = []
-    for name, loss in (("yolov8", v8), ("yolov5", v5)):
-        case = Case(name, loss)
-        candidates = [
-            Candidate("whole batch, mindyolo", lambda case=case: case.build(factory.create_train_step_fn)),
-            Candidate("ours, micro_size=4", lambda case=case: case.build(our_train_step_fn, micro_size=MICRO_SIZE)),
-            Candidate(
-                "mindyolo, accumulate=4",
-                lambda case=case: case.build(factory.create_train_step_fn, MICRO_SIZE, MICRO_SIZE),
-                OWN_RATES,
-            ),
-            Candidate(
-                "mindyolo, accumulate=4, a rate per update",
-                lambda case=case: case.build(factory.create_train_step_fn, MICRO_SIZE),
-                OWN_LOSS,
-            ),
-        ]
-        rows += compare(
-            f"{name}, its loss, Momentum in groups", candidates, (IMAGES[:ROWS], numbered(ROWS)[:ROWS]), repeat
-        )
-    return rows
+    return [*rows_of(Case("yolov8", v8), repeat), *rows_of(Case("yolov5", v5), repeat)]
 
 
 if __name__ == "__main__":
