@@ -323,7 +323,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     @property
     def loss_scaling_manager(self) -> nn.Cell:
-        """What chooses the loss scale. Its ``get_loss_scale()`` is what callbacks of model zoos read."""
+        """The loss scale, with the name of MindSpore's step. Callbacks of model zoos call its ``get_loss_scale()``."""
         return self.body.loss_scale
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
