@@ -1,7 +1,7 @@
 """``create_train_step_fn`` of mindyolo with this package's accumulation."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 from mindspore import Tensor, amp, nn, ops
 
@@ -12,6 +12,8 @@ from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "create_train_step_fn"
+# The loss, terms for the log, the place of the gradients, and whether they were finite.
+Report: TypeAlias = tuple[Tensor, tuple[Tensor, ...], None, Tensor]
 
 
 class DetectionLoss(nn.Cell):
@@ -40,14 +42,14 @@ def create_train_step_fn(
     loss_ratio: float,
     scaler: amp.LossScaler,
     reducer: object,
-    ema: Any = None,
+    ema: nn.Cell | None = None,
     overflow_still_update: bool = False,
     ms_jit: bool = False,
     clip_grad: bool = False,
     clip_grad_value: float = 10.0,
     *,
     micro_size: int = 1,
-) -> Callable[..., tuple[Any, ...]]:
+) -> Callable[..., Report]:
     """Return a function like that of mindyolo, which trains each batch in `micro_size` micro batches.
 
     The positional arguments are those of mindyolo's function of the same name, and its ``Trainer`` calls what this one
@@ -56,7 +58,7 @@ def create_train_step_fn(
     Args:
         task (str): Only ``"detect"``.
         scaler (LossScaler): The loss scale, which mindyolo's ``Trainer`` adjusts.
-        ema (Union[EMA, None]): mindyolo's moving average, updated after each update. Default: ``None``.
+        ema (Union[Cell, None]): mindyolo's moving average, updated after each update. Default: ``None``.
         overflow_still_update (bool): Unused: an Inf or a NaN in the gradient always skips the update.
         ms_jit (bool): Whether network, loss and optimizer are compiled in PYNATIVE mode too. Default: ``False``.
         clip_grad (bool): Whether the gradient is clipped to the global norm `clip_grad_value`. Default: ``False``.
@@ -88,7 +90,7 @@ def create_train_step_fn(
         compile=ms_jit or None,
     )
 
-    def train_step_fn(images: Tensor, labels: Tensor, optimizer_update: bool = True) -> tuple[Any, ...]:
+    def train_step_fn(images: Tensor, labels: Tensor, optimizer_update: bool = True) -> Report:
         if not optimizer_update:
             raise ValueError(
                 f"For '{_OWNER}', mindyolo's setting 'accumulate' must be 1, but got more. Give a larger "
