@@ -343,6 +343,11 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         scale: Tensor = self.body.loss_scale.value()
         return scale
 
+    @property
+    def loss_scaling_manager(self) -> nn.Cell:
+        """The loss scale, with the name of MindSpore's step. Callbacks of model zoos call its ``get_loss_scale()``."""
+        return self.body.loss_scale
+
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. No other method does so."""
         super().set_train(mode)
