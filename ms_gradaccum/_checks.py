@@ -111,14 +111,14 @@ class NonCopyable:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"For '{type(self).__name__}', a training step must be built where it is used, but got a copy or a pickle "
-            f"of it. Build another one around a copy of the network, and go on with save_state() and load_state()."
+            f"For '{type(self).__name__}', a training step cannot be copied or pickled. Build another one around a "
+            f"copy of the network; save_state() and load_state() carry its state over."
         )
 
     def _refuse_hook(self, *hooks: object, **settings: object) -> NoReturn:
         raise TypeError(
-            f"For '{type(self).__name__}', a hook must be one of the network, which each micro batch calls, but got "
-            f"one of the training step. Register it on the loss cell, or write a callback."
+            f"For '{type(self).__name__}', a hook of a training step would never be called. Register it on the loss "
+            f"cell, or write a callback."
         )
 
     register_forward_pre_hook = register_forward_hook = _refuse_hook
@@ -205,8 +205,8 @@ def check_loss(owner: str, value: object) -> float:
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
     raise TypeError(
-        f"For '{owner}', the argument 'loss' must be a number, a tensor of one or None, but got {got}. It is for the "
-        f"report alone."
+        f"For '{owner}', the argument 'loss' must be a number, a tensor of one element or None, but got {got}. It "
+        f"appears only in the report."
     )
 
 
@@ -215,8 +215,7 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
         raise TypeError(
-            f"For '{owner}', the argument 'construct' must be that of {base.__name__}, but got that of {own.__name__}, "
-            f"which would never be called. {remedy}"
+            f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}"
         )
 
 
@@ -238,7 +237,7 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
         path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
         path = ""
-    require(path and "\0" not in path, owner, name, "a path that the system can have", repr(value), remedy)
+    require(path and "\0" not in path, owner, name, "a valid path", repr(value), remedy)
     return path
 
 
@@ -310,8 +309,8 @@ def is_lost(owner: str, error: BaseException) -> bool:
     if lost and not f"{error}".startswith("For '"):
         error.args = (
             f"For '{owner}', a collective failed: the ranks made different calls, or one of them ended. Perhaps one "
-            f"has saved, stopped, flushed or evaluated alone, or has another number of batches (of micro batches, "
-            f"where the network communicates). See all logs.\n{error}",
+            f"rank saved, stopped, flushed or evaluated alone, or had another number of batches (of micro batches, if "
+            f"the network communicates). See the logs of all ranks.\n{error}",
         )
     return lost
 
@@ -332,14 +331,15 @@ def listed(names: Sequence[str], most: int) -> str:
 def warn_of_dropped(owner: str, batches: int) -> None:
     """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:
-        warn(f"For '{owner}', the batch failed in mid-window, which also drops {counted(batches, 'batch')} before it.")
+        warn(f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
+             f"it. The next batch begins a new window.")
 
 
 def warn_of_open(owner: str, batches: int, when: str) -> None:
     """Warn of an unfinished window."""
     warn(
-        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, but no update was made with it."
-        " Call flush() after the loop, or drop() to throw it away."
+        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update was made with "
+        f"it. Call flush() after the loop, or drop() to discard it."
     )
 
 
@@ -358,7 +358,7 @@ def is_flag(value: object) -> bool:
 
 def another_program(what: str) -> DamagedState:
     """Return the error for an intact state that does not fit this program."""
-    return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
+    return DamagedState(f"the state belongs to another network, optimizer or setting: it {what}")
 
 
 def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object],
 def check_saved_list(saved: object, what: str, length: int) -> list[Any]:
     """Return a list from a state. Raise unless it has as many items as this program."""
     if not isinstance(saved, list) or len(saved) != length:
-        raise another_program(f"has not {length} {what}")
+        raise another_program(f"does not have {length} {what}")
     return saved
 
 

@@ -32,22 +32,22 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
     if getattr(optimizer, "thor", False):
-        got = "thor, which keeps statistics of the last forward pass"
-        remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
-        raise ValueError(argument_error(owner, "optimizer", "one that needs gradients only", got, remedy))
+        got = "thor, which needs statistics of the last forward pass"
+        remedy = "Choose another optimizer: the statistics of a micro batch are not those of the batch."
+        raise ValueError(argument_error(owner, "optimizer", "an optimizer that needs only gradients", got, remedy))
     known = {id(parameter) for parameter in network.get_parameters()}
     unknown = []
     for parameter in optimizer.parameters:
         if parameter.dtype in mstype.complex_type:
-            rule = "one over parameters of real numbers"
+            rule = "an optimizer of real parameters"
             got = f"{parameter.name!r} of {parameter.dtype}"
-            remedy = "Have two real parameters, and make the complex number of them in the network."
+            remedy = "Use two real parameters, and compute the complex number in the network."
             raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
         if id(parameter) not in known:
             unknown.append(parameter.name)
     if unknown:
-        got = f"{len(unknown)} parameters that it does not have, first {unknown[0]!r}"
-        raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+        got = f"{len(unknown)} other parameters, first {unknown[0]!r}"
+        raise ValueError(argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY))
     _name_apart(optimizer, network)
 
 
@@ -122,9 +122,8 @@ def _warn_of_call(number: int) -> None:
     if window is not None:
         optimizer.claim_number = 0  # Warn only once.
         warn(
-            f"For '{window.owner}', its optimizer must be called by nobody else, but it was called directly, too: that "
-            f"is one more update, which no window knows of. Leave the call out, or delete the step if you go on "
-            f"without it."
+            f"For '{window.owner}', optimizer(...) was also called directly: an extra update outside the window. "
+            f"Remove that call, or delete the step if you continue without it."
         )
 
 
@@ -137,8 +136,8 @@ def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
         for optimizer in window.optimizers:
             if _windows[optimizer]() not in (None, window):
                 raise RuntimeError(
-                    f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
-                    f"belongs to a step that was built later. Use that one, or build this one anew."
+                    f"For '{owner}', the optimizer of this step now belongs to a step that was built later. Use that "
+                    f"step, or build this one again."
                 )
     claim_optimizers(windows)
 
@@ -245,14 +244,14 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
             warn(
                 f"For '{owner}', the optimizer's loss_scale is {own} beside FixedLossScaleManager({scale:g}, "
                 f"drop_overflow_update=False): MindSpore's own step would update with {scale / own:g} times the "
-                f"gradient, this one with the gradient. Give the optimizer loss_scale={scale:g} for the same in both."
+                f"gradient. Give the optimizer loss_scale={scale:g} for the same in both."
             )
         return own
     if own != 1.0 and loss_scale.scales:
         warn(
-            f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as in "
-            f"MindSpore's own step. Leave its loss_scale at 1.0, unless it belongs to FixedLossScaleManager({own:g}, "
-            f"drop_overflow_update=False)."
+            f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as "
+            f"MindSpore's own step does. Leave its loss_scale at 1.0, unless it belongs to "
+            f"FixedLossScaleManager({own:g}, drop_overflow_update=False)."
         )
     return 1.0
 

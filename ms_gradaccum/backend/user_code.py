@@ -32,8 +32,8 @@ class UserCode:
         names = [parameter.name for parameter in self.parameters if parameter.hooks()]
         names += [cell.cls_name for cell in self.cells if any(registered_hooks(cell))]
         if names:
-            rule = f"None where {self.what} has hooks"
-            got = f"True, and {names[0]} has a hook, which a graph would not call"
+            rule = "None for a network with hooks"
+            got = f"True and a hook of {names[0]}, which a graph would not call"
             raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
     def compile_error(self, error: Exception) -> Exception:
@@ -48,14 +48,14 @@ class UserCode:
             remedy = "Use another device, or operators that have a kernel on this one."
         elif other_selves:
             got = f"{other_selves[0]}."
-            remedy = "Call it 'self', the only name for it that the compiler knows."
+            remedy = "Rename it to 'self', the only name that the compiler accepts."
         else:
             got = self._place_of(str(error)) + first
             remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
         kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
         return kind(
-            f"For '{self.owner}', MindSpore must be able to compile {self.what}, but got {got} No parameter was "
-            f"changed. {remedy}\n{error}"
+            f"For '{self.owner}', MindSpore cannot compile {self.what}: {got} No parameter was changed. {remedy}\n"
+            f"{error}"
         )
 
     def _place_of(self, text: str) -> str:

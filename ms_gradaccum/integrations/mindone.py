@@ -112,7 +112,7 @@ def train_step(
     clip = None
     if check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm."):
         clip = ClipByGlobalNorm(clip_norm)
-    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
+    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It skips windows with an Inf or a NaN.")
     with scale_taken_out():
         return TrainOneStepCell(
             GradAccumulation(network, micro_size),

@@ -54,8 +54,8 @@ class Sources(NamedTuple):
         """Warn if a resumed pass will have another order."""
         if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
             warn(
-                "For 'save_state', the data is shuffled on each process for itself and without a seed, so that nobody "
-                "knows the order: a resumed pass will have another one. Call mindspore.dataset.config.set_seed()."
+                "For 'save_state', each process shuffles with its own random seed, so that a resumed pass will have "
+                "another order. Call mindspore.dataset.config.set_seed()."
             )
 
     @contextmanager
@@ -185,16 +185,17 @@ class DataPosition(NamedTuple):
             return self
         if abs(self.length * self.ranks - length * ranks) >= max(self.ranks, ranks):
             raise DamagedState(
-                f"the state is one of data with {self.length} batches on each of {self.ranks} processes, but got data "
-                f"with {length} on each of {ranks}"
+                f"the state belongs to data with {self.length} batches on each of {self.ranks} processes, but got "
+                f"data with {length} on each of {ranks}"
             )
         if self.batches is None:
             return self._replace(length=length)
         batches = min(self.batches * self.ranks // ranks, length - 1)
         if batches * ranks != self.batches * self.ranks:
             warn(
-                f"For 'load_state', {self.batches} batches on each of {self.ranks} processes are no whole number on "
-                f"each of {ranks}: the last samples before the state was saved are used once more."
+                f"For 'load_state', {self.batches} batches on each of {self.ranks} processes cannot be shared evenly "
+                f"by {ranks}: the last samples before the state was saved are used twice. Resume with {self.ranks} "
+                f"processes to avoid this."
             )
         return self._replace(batches=batches, length=length)
 

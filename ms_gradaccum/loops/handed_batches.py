@@ -188,9 +188,8 @@ class ActivePasses:
         if is_inside and not handed.restarts:
             handed.restarts = True
             warn(
-                "For 'Accumulator', a prepared dataset that is trained together with another one has begun anew before "
-                "the end of that one, but its last batch has ended a window. Prepare only the data whose end ends the "
-                "loop."
+                "For 'Accumulator', the shorter of two prepared datasets has begun again before the longer one "
+                "ended, and its last batch has ended a window too early. Prepare only the dataset that ends the loop."
             )
         return is_inside
 

@@ -133,7 +133,8 @@ class Model(FrozenAfterInit, ms.Model):
         loss_scale_manager: amp.LossScaleManager | None = None,
         **options: "Unpack[StepOptions]",
     ) -> None:
-        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
+        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost would run an accumulation of its own inside "
+                                                                  "this one.")
         self.last_window = check_last_window(_OWNER, last_window)
         self.loss_scale_manager = loss_scale_manager
         refuse_unknown(_OWNER, Model.__init__, options)
@@ -169,8 +170,8 @@ class Model(FrozenAfterInit, ms.Model):
             network = adopted(network.network)
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             raise ValueError(
-                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got MindSpore's, "
-                "which sums the losses of a batch where it evaluates. Write 'from ms_gradaccum import "
+                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got "
+                "MindSpore's, which evaluates the sum of a batch's losses. Write 'from ms_gradaccum import "
                 "GradAccumulation'."
             )
         try:
@@ -208,9 +209,9 @@ class Model(FrozenAfterInit, ms.Model):
                     loss_cell = loss_cell.network
             if type(loss_cell) is not nn.WithLossCell:
                 raise ValueError(
-                    f"For 'Model', the argument 'eval_network' must be a cell that returns loss, output and label "
-                    f"where there are metrics, but got None beside {type(loss_cell).__name__}. Give "
-                    f"eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+                    f"For 'Model', the argument 'eval_network' must be given with metrics, but got None beside "
+                    f"{type(loss_cell).__name__}. Give eval_network=nn.WithEvalCell(network, loss_fn), or network and "
+                    f"loss_fn separately."
                 )
             casts = self._amp_level in ("O2", "O3", "auto")
             eval_network = nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
@@ -244,7 +245,7 @@ class Model(FrozenAfterInit, ms.Model):
             given.append("last_window")
         if given and trains_itself(network):
             raise ValueError(
-                f"For '{_OWNER}', a training cell has its own settings, but got {type(network).__name__} with "
+                f"For '{_OWNER}', the training cell {type(network).__name__} has its own settings and ignores "
                 f"{listed(given, 3)}. Give the loss cell inside it, and optimizer=."
             )
 
@@ -313,11 +314,11 @@ class Model(FrozenAfterInit, ms.Model):
                 f"For 'Model', the argument 'train_dataset' must be a dataset of mindspore.dataset, but got "
                 f"{typed(dataset)}. An Accumulator loops over anything."
             )
-        check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
+        check_bool(_OWNER, "resume", resume, "True continues from the last state.")
         if resume and initial_epoch != 0:
             raise ValueError(
                 f"For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got {initial_epoch}. The "
-                f"state knows in which pass it was saved."
+                f"state knows its pass."
             )
         trains = isinstance(self._train_network, TrainOneStepCell)
         if not (trains or trains_itself(self._train_network)):
@@ -327,8 +328,8 @@ class Model(FrozenAfterInit, ms.Model):
             )
         if trains and not self._has_trained and (frozen := frozen_cell(self._network)):
             warn(
-                f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {frozen}, which "
-                f"train() sets to training mode with all others. Freeze it with {FREEZE}."
+                f"For '{_OWNER}', train() sets all cells to training mode, also {frozen}, which was in evaluation "
+                f"mode. Freeze it with {FREEZE}."
             )
         self._resume = resume
         self._has_trained = trains

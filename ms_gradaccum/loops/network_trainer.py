@@ -53,9 +53,8 @@ class TrainedNetwork(Window):
     ) -> None:
         if len(optimizers) > 1 and settings.clip.has_groups:
             raise ValueError(
-                f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-                f"{settings.clip!r} with {len(optimizers)} optimizers. A group would be two: use one optimizer, or "
-                f"ClipByGlobalNorm."
+                f"For 'Accumulator', the argument 'clip' must have no groups for several optimizers, but got "
+                f"{settings.clip!r} with {len(optimizers)} optimizers. Use one optimizer, or ClipByGlobalNorm."
             )
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
@@ -101,19 +100,19 @@ class TrainedNetwork(Window):
         network = self.network
         if "weight" in network.argument_names:
             raise ValueError(
-                "For 'Accumulator', the argument 'weight' must be an argument of the network alone, given by position, "
-                "but got it by name. A batch has a weight of its own only for networks without it."
+                "For 'Accumulator', the argument 'weight' must be given by position to a network with an input "
+                "'weight', but got it by name. Such a network cannot give a batch its weight."
             )
         if network.needs_all_rows or network.weighted:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a network that returns its weight, or "
-                f"whose loss needs all rows, but got {weight}. Leave it out."
+                f"For 'Accumulator', the argument 'weight' must be None for a network with weights of its own or a "
+                f"loss over all rows, but got {weight}. Leave it out."
             )
         if network.micro_size > 1:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a batch of {network.micro_size} micro "
-                f"batches, which have weights of their own, but got {weight}. Return (loss_mean, weight), and give "
-                f"weighted='mean' to GradAccumulation."
+                f"For 'Accumulator', the argument 'weight' must be None for a batch of {network.micro_size} micro "
+                f"batches, but got {weight}. Let the network return (loss_mean, weight), and give GradAccumulation "
+                f"weighted='mean'."
             )
         return check_weight(weight)
 
@@ -243,8 +242,8 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
         raise ValueError(
-            "For 'Accumulator', the argument 'network' must be for a loop whose micro batches are run one by one, but "
-            "got AutoParallel on this device. Use TrainOneStepCell or Model: the compiler partitions a whole step."
+            "For 'Accumulator', the argument 'network' must not be in AutoParallel on this device, but got "
+            "AutoParallel. Use TrainOneStepCell or Model: the compiler partitions a whole step."
         )
     if not sync_each_batch or kind is None:
         return kind
@@ -252,8 +251,8 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
         return replace(kind, sync_each_batch=True)
     if not kind.sync_each_batch:
         raise ValueError(
-            f"For 'Accumulator', the argument 'parallel' must be one that sync_each_batch fits, but got {kind!r}. Give "
-            f"HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
+            f"For 'Accumulator', the argument 'parallel' must share the gradients of each micro batch for "
+            f"sync_each_batch, but got {kind!r}. Give HSDP(optimizer_level='level2')."
         )
     return kind
 
@@ -264,8 +263,8 @@ def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
         for parameter in optimizer.parameters:
             if id(parameter) in seen:
                 raise ValueError(
-                    f"For 'Accumulator', the argument 'optimizer' must be optimizers of different parameters, but got "
-                    f"{parameter.name!r} in two of them. Give each parameter to one optimizer."
+                    f"For 'Accumulator', the argument 'optimizer' must be a list of optimizers without common "
+                    f"parameters, but got {parameter.name!r} in two of them. Give each parameter to one optimizer."
                 )
             seen.add(id(parameter))
 
@@ -274,8 +273,8 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
     """Raise unless the gradients have the parameters' shapes, which are None for a loop that no graph can contain."""
     if expected is None:
         raise ValueError(
-            "For 'Accumulator', a call inside a compiled function must be one of a single network and optimizer "
-            "without a schedule, but got more. Call it from Python."
+            "For 'Accumulator', a compiled function must call an Accumulator of one network and one optimizer "
+            "without a schedule, but got another one. Call it from Python."
         )
     if [*found] != [*expected]:
         raise ValueError(
@@ -324,9 +323,9 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
     got = f"{len(groups)} for {len(networks)} networks"
     require(len(networks) == len(groups), _OWNER, "optimizer", "one per network", got, remedy)
     twice = "one of them twice"
-    remedy = "Nobody could tell its batches apart: put its losses into one cell."
+    remedy = "Put all losses of a network into one cell."
     require(_differ(networks), _OWNER, "network", "different networks", twice, remedy)
-    remedy = "Put losses that train the same weights into one cell."
+    remedy = "Put all losses of the same weights into one cell."
     differ = len(groups) == 1 or _differ(list(itertools.chain(*groups)))
     require(differ, _OWNER, "optimizer", "different optimizers", twice, remedy)
     return list(zip(networks, groups))
@@ -349,8 +348,8 @@ def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Se
     chosen = [each for each in networks if any(network is name for name in each.names)]
     if not chosen:
         raise ValueError(
-            f"For 'Accumulator', the argument 'network' must be one of its networks, but got "
-            f"{type(network).__name__}. Give a network that the Accumulator was built with."
+            f"For 'Accumulator', the argument 'network' must be a network of this Accumulator, but got "
+            f"{type(network).__name__}. Give one that it was built with."
         )
     return chosen
 
@@ -359,7 +358,7 @@ def only_of(
     networks: Sequence[TrainedNetwork],
     network: nn.Cell | None,
     owner: str = _OWNER,
-    remedy: str = "Say which one: backward(*batch, network=loss_cell).",
+    remedy: str = "Name it: backward(*batch, network=loss_cell).",
 ) -> TrainedNetwork:
     """Return the trainer of ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)

@@ -12,13 +12,13 @@ from ms_gradaccum.backend.plain_state import PlainState
 
 _OWNER = "AccumulationConfig"
 EARLY = (
-    "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when it moves "
-    "nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a scheduler ahead before "
-    "prepare()."
+    "For 'Accumulator', scheduler.step() came before the update and was ignored; MindSpore's own scheduler would "
+    "move the rate. Call it after accumulator.step(), and move a scheduler ahead before prepare()."
 )
 UNSEEN = (
-    "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
-    "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
+    "For 'Accumulator', scheduler.step() was ignored, because a prepared scheduler does not see the updates of a "
+    "compiled accumulator. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is "
+    "true."
 )
 _RULE = "a dict from epochs to numbers of batches, a function or None"
 _REMEDY = "For example schedule={0: 1, 4: 2}."
@@ -94,8 +94,8 @@ class AccumulationConfig:
             return check.check_positive_int(_OWNER, f"schedule({updates})", self.schedule(updates), remedy)
         if epoch is None:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
-                f"batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function."
+                f"For '{_OWNER}', the epochs of the argument 'schedule' need a prepared dataset, but got a batch "
+                f"from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function."
             )
         reached = [milestone for milestone in self.schedule if milestone <= epoch]
         if not reached:
@@ -106,8 +106,8 @@ class AccumulationConfig:
 def _check_milestones(schedule: dict[int, int]) -> None:
     require(schedule, _OWNER, "schedule", _RULE, "an empty dict", _REMEDY)
     for epoch, steps in schedule.items():
-        check.check_type(_OWNER, "schedule", epoch, int, "a dict whose keys are ints", _REMEDY)
-        require(epoch >= 0, _OWNER, "schedule", "a dict whose keys are not negative", epoch, _REMEDY)
+        check.check_type(_OWNER, "schedule", epoch, int, "a dict with ints as keys", _REMEDY)
+        require(epoch >= 0, _OWNER, "schedule", "a dict with keys of at least 0", epoch, _REMEDY)
         check.check_positive_int(_OWNER, f"schedule[{epoch}]", steps, "It counts the batches of one update.")
 
 
@@ -122,8 +122,8 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
         return config
     if config.accumulation_steps != 1:
         raise ValueError(
-            f"For '{owner}', the argument 'accumulation_steps' must be the same as that of config, but got "
-            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it in one place."
+            f"For '{owner}', the argument 'accumulation_steps' must be that of the config, but got "
+            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it only once."
         )
     return replace(config, accumulation_steps=accumulation_steps)
 

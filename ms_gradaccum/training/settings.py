@@ -103,7 +103,7 @@ class StepSettings:
         every: StepOptions = {**_DEFAULTS, **options}
         bad_micro_batch = every["bad_micro_batch"]
         remedy = (
-            "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
+            "'skip_window' skips the update of a window with an Inf or a NaN, 'drop' leaves out only its micro batch."
         )
         check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy)
         remedy = "False trains without measuring the loss of the first batches."
