@@ -26,6 +26,7 @@ State = dict[str, Any]  # The state of an object, as JSON.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_MOST_CHARACTERS = 100  # Of a value in a message: a list of batches has thousands of lines.
 # Path prefixes of code that is not the user's: this package, MindSpore, and the context managers around both.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 # The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
@@ -45,6 +46,9 @@ _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other i
 # The error of a collective operator, op by op or in a graph.
 _LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
+_LOSS_NAMES = {"loss", "loss_fn", "loss_func", "criterion"}
+# The remedy for a loss function in the place of another argument.
+LOSS_INSIDE = "A loss function goes into the network: nn.WithLossCell(network, loss_fn)."
 
 
 def argument_error(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
@@ -80,6 +84,10 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
                 hint += f" for {name}"
             meant.append(hint)
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
+    if not _LOSS_NAMES.isdisjoint(unknown):
+        remedy = LOSS_INSIDE
+    elif any(hint.startswith("micro_size") for hint in meant):
+        remedy += " It counts micro batches, not their rows."
     noun = "argument" if len(unknown) == 1 else "arguments"
     raise TypeError(f"For '{owner}', unexpected {noun} {', '.join(map(repr, unknown))}. {remedy}")
 
@@ -142,8 +150,11 @@ def is_a(value: object, kinds: _Types[_T]) -> TypeGuard[_T]:
 
 
 def typed(value: object) -> str:
-    """Describe a value of the wrong type for an error message."""
-    return f"{value!r} of type {type(value).__name__}"
+    """Describe a value of the wrong type for an error message, in one line."""
+    text = repr(value)
+    if len(text) > _MOST_CHARACTERS:
+        text = " ".join(text[:_MOST_CHARACTERS].split()) + "..."
+    return f"{text} of type {type(value).__name__}"
 
 
 def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str) -> _T:
@@ -214,9 +225,7 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
-        raise TypeError(
-            f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}"
-        )
+        raise TypeError(f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}")
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
@@ -248,11 +257,15 @@ def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
 def check_accumulation_steps(owner: str, value: object) -> int:
     """Return ``value`` if it is a valid number of batches per update."""
     remedy = "It counts the batches of one update; 1 means an update per batch."
+    if isinstance(value, nn.Cell):
+        remedy = LOSS_INSIDE
     return check_positive_int(owner, "accumulation_steps", value, remedy)
 
 
 def check_micro_size(value: object) -> int:
     remedy = "It counts the micro batches of one batch; 1 means no split."
+    if isinstance(value, nn.Cell):
+        remedy = LOSS_INSIDE
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
@@ -331,8 +344,10 @@ def listed(names: Sequence[str], most: int) -> str:
 def warn_of_dropped(owner: str, batches: int) -> None:
     """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:
-        warn(f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
-             f"it. The next batch begins a new window.")
+        warn(
+            f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
+            f"it. The next batch begins a new window."
+        )
 
 
 def warn_of_open(owner: str, batches: int, when: str) -> None:

@@ -48,7 +48,7 @@ def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object,
     text = error.args[0] if error.args else None
     if accumulation.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
         return True
-    hint = _hint_of_split(accumulation, text, inputs)
+    hint = _hint_of_split(accumulation, f"{text}{error.__cause__}", inputs)
     if hint:
         first, _, rest = text.partition("\n")
         error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])

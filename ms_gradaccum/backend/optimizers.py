@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, warn
+from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, argument_error, is_a, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
@@ -29,8 +29,17 @@ _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = we
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
     if not isinstance(optimizer, OPTIMIZERS):
-        rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
-        raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
+        got = type(optimizer).__name__
+        remedy = _OWN_REMEDY
+        if isinstance(optimizer, type):
+            got = f"the class {optimizer.__name__}"
+            remedy = f"Build it: {optimizer.__name__}(network.trainable_params())."
+        elif isinstance(optimizer, nn.Cell):
+            remedy = LOSS_INSIDE
+        raise TypeError(
+            f"For '{owner}', the argument 'optimizer' must be an optimizer of mindspore.nn, mindspore.mint or "
+            f"mindspore.experimental, but got {got}. {remedy}"
+        )
     if getattr(optimizer, "thor", False):
         got = "thor, which needs statistics of the last forward pass"
         remedy = "Choose another optimizer: the statistics of a micro batch are not those of the batch."
@@ -47,7 +56,9 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
             unknown.append(parameter.name)
     if unknown:
         got = f"{len(unknown)} other parameters, first {unknown[0]!r}"
-        raise ValueError(argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY))
+        raise ValueError(
+            argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY)
+        )
     _name_apart(optimizer, network)
 
 

@@ -61,7 +61,7 @@ def _check_weight(shape: tuple[int, ...] | None) -> None:
 @primexpr
 def _refuse_losses(count: int, remedy: str) -> None:
     raise ValueError(
-        f"For 'GradAccumulation', the argument 'losses' must be given for a network of {{count + 1}} scalar losses, "
+        f"For 'GradAccumulation', the argument 'losses' must be given for a network of {count + 1} scalar losses, "
         f"but got None. {remedy}"
     )
 

@@ -169,7 +169,7 @@ def unwritable(directory: Path, error: OSError) -> OSError:
     """Return the error for a folder in which no state can be written."""
     text = (
         f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. Earlier states are "
-        f"intact. Make room, or give a folder that all processes can write to"
+        f"intact. Make room, or give a folder that all processes can write to."
     )
     return OSError(error.errno or errno.EIO, text)
 
@@ -322,8 +322,8 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         contents.load_state_dict({**numbers, "windows": windows})
     except DamagedState as error:
         before = [each for each in files.states_in(state.parent) if files.number_of(each) < files.number_of(state)]
-        remedy = f"Give the folder of the state before it, {before[-1]}." if before else (
-            "There is no state before it."
+        remedy = (
+            f"Give the folder of the state before it, {before[-1]}." if before else ("There is no state before it.")
         )
         text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         raise ValueError(text) from None

@@ -85,8 +85,9 @@ class AccumulatedStep(TrainOneStepCell):
         _check_settings(settings, is_legacy)
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
-        check_bool(_OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, "
-                                                                  "weight).")
+        check_bool(
+            _OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, weight)."
+        )
         clip = None
         if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
             clip = ClipByGlobalNorm(max_grad_norm)

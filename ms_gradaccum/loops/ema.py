@@ -135,8 +135,9 @@ class EMA(FrozenAfterInit, Extra, Callback):
     def start(self) -> None:
         """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
-            raise RuntimeError("For 'EMA', the EMA must belong to a training step, but got none. Call "
-                               "train_step.add_callback(ema).")
+            raise RuntimeError(
+                "For 'EMA', the EMA must belong to a training step, but got none. Call train_step.add_callback(ema)."
+            )
         self.check_can_save(_OWNER)
         self._window.reshard()
         if self.updates == 0:
@@ -223,9 +224,7 @@ def _window_of(step: Any) -> Any:
             "network to average."
         )
     if not window.reducers:
-        raise ValueError(
-            "For 'EMA', an EMA needs whole weights, but got AutoParallel. Use DataParallel() or HSDP()."
-        )
+        raise ValueError("For 'EMA', an EMA needs whole weights, but got AutoParallel. Use DataParallel() or HSDP().")
     return window
 
 

@@ -74,9 +74,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         check_claims(_OWNER, self.windows)
         self._follow_others()
         if self.is_last_batch and self.is_open:
-            remedy = (
-                "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."
-            )
+            remedy = "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."
             raise disorder("a full window must be followed by step()", "another batch", remedy)
         if self.is_last_batch:
             self.batches = 0

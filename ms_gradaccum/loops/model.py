@@ -133,8 +133,9 @@ class Model(FrozenAfterInit, ms.Model):
         loss_scale_manager: amp.LossScaleManager | None = None,
         **options: "Unpack[StepOptions]",
     ) -> None:
-        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost would run an accumulation of its own inside "
-                                                                  "this one.")
+        check_choice(
+            _OWNER, "boost_level", boost_level, ("O0",), "Boost would run an accumulation of its own inside this one."
+        )
         self.last_window = check_last_window(_OWNER, last_window)
         self.loss_scale_manager = loss_scale_manager
         refuse_unknown(_OWNER, Model.__init__, options)
@@ -312,7 +313,7 @@ class Model(FrozenAfterInit, ms.Model):
         if not hasattr(dataset, "get_dataset_size"):
             raise TypeError(
                 f"For 'Model', the argument 'train_dataset' must be a dataset of mindspore.dataset, but got "
-                f"{typed(dataset)}. An Accumulator loops over anything."
+                f"{typed(dataset)}. Write GeneratorDataset(...), or a loop with an Accumulator, which takes any data."
             )
         check_bool(_OWNER, "resume", resume, "True continues from the last state.")
         if resume and initial_epoch != 0:

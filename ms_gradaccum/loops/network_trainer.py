@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, check_loss, check_number, require, warn
+from ms_gradaccum._checks import MAX_INT, check_loss, check_number, listed, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -290,10 +290,13 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(
-            f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {type(grads).__name__}. "
-            f"{_FROM}"
-        )
+        got = type(grads).__name__
+        remedy = _FROM
+        if isinstance(grads, (tuple, list)):
+            got = f"a {got} of {listed([type(each).__name__ for each in grads], 3)}"
+            if isinstance(grads[-1], (tuple, list)):
+                remedy = "Take the loss apart: loss, grads = ..., and then accumulator(grads, weight, loss)."
+        raise TypeError(f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {got}. {remedy}")
     _check_shapes(_shapes_of(grads), _shapes_of(parameters))
     checked = []
     for grad in grads:

@@ -31,7 +31,7 @@ from ms_gradaccum.parallel.world import (
     tell_peers,
 )
 
-_ALIKE = "one with the same parameters on all processes"
+_ALIKE = "a network with the same parameters on all processes"
 _EXPERTS = "For experts of single processes use AutoParallel or HyperParallel."
 # Attributes of every cell, those that this package sets, and what a weight decay implies.
 _SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))

@@ -122,7 +122,7 @@ def compiling(kind: SemiAuto) -> Iterator[None]:
             init_auto_parallel_context(kind.auto_parallel)
         yield
     except RuntimeError as error:
-        if "Cannot find micro info" not in str(error):
+        if "Cannot find micro info" not in f"{error}{error.__cause__}":
             raise
         # The compiler assumes that the backward pass of the first operator with a parameter ends a micro batch. A cast
         # to 16 bits is shared by all micro batches, so the compiler finds no micro batch for it.

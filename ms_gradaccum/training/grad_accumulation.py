@@ -233,7 +233,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
+                f"For '{_OWNER}', the inputs do not fit the network's construct{self._signature}: {error}. "
                 f"{how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
@@ -254,7 +254,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         return tuple(bound.args)
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
-        if self.training:
+        # MindSpore's step sets the second one, and ours takes it back.
+        if self.training or self.requires_grad:
             warn_in_graph(_OTHER_STEP)
         if self.needs_all_rows or not self.training:
             return self.network(*inputs)
@@ -333,9 +334,12 @@ def _check_inside(network: nn.Cell) -> None:
                 f"has the optimizer {name}. Give the loss cell inside it, and the optimizer to the step or the Model."
             )
         if isinstance(cell, GradAccumulation):
+            remedy = f"Put it outside: GradAccumulation({type(network).__name__}(...), {cell.micro_size})."
+            if cell is network:
+                remedy = "Use one, with the product of both micro_size."
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must not contain another GradAccumulation, but got one "
-                f"inside. Use one, with the product of both micro_size."
+                f"For '{_OWNER}', the argument 'network' must not contain GradAccumulation, but got one in "
+                f"{type(network).__name__}. {remedy}"
             )
         if isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss):
             raise ValueError(
@@ -388,9 +392,9 @@ _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
     "cached": "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the step from "
-              "Python, with dataset_sink_mode=False.",
+    "Python, with dataset_sink_mode=False.",
     "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
-            "full shapes, or call the training step from Python.",
+    "full shapes, or call the training step from Python.",
 }
 
 

@@ -4,6 +4,7 @@ import mindspore as ms
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn, ops
+from refusal import refuses, warns
 
 from ms_gradaccum import GradAccumulation
 from ms_gradaccum.parallel.semi_auto import SemiAuto
@@ -27,14 +28,14 @@ class Rounded(nn.Cell):
 
 def test_semi_auto_parallel_warns_of_what_need_not_be_linear():
     loss_cell = GradAccumulation(Rounded(), 2)
-    with pytest.warns(UserWarning, match="does in the backward pass .* must be linear in the gradient in semi-auto"):
+    with warns("gradient in semi-auto"):
         check_step(IN_CONTEXT, loss_cell, sgd(loss_cell))
 
 
 def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
     check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float32})
-    with pytest.raises(ValueError, match="one of float32 messages in semi-auto-parallel, but got reduce_dtype={"):
+    with refuses(ValueError, "float32 messages"):
         check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float16})
 
 

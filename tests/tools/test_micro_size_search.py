@@ -17,7 +17,7 @@ from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 from memory_networks import WIDTH, misbehaving, nothing, wide
 from mindspore import Tensor, nn, ops
-from refusal import raises, typed
+from refusal import raises, refuses, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
 from ms_gradaccum.backend.compiled import execution_mode
@@ -296,7 +296,7 @@ def test_a_function_must_return_a_tuple_of_three_or_four(made, got):
 
 def test_a_batch_that_the_network_does_not_take_is_refused():
     network, optimizer, batch = nothing()
-    with pytest.raises(TypeError, match="^For 'GradAccumulation', the inputs must fit the network's construct"):
+    with refuses(TypeError, "the inputs do not fit"):
         Training((network, optimizer, (batch, batch)), 1)
     with pytest.raises(ValueError, match="^For 'GradAccumulation', a batch must have at least one row"):
         Training((network, optimizer, Tensor(np.ones((0, 2), np.float32))), 1)

@@ -14,7 +14,7 @@ COUNTS = {
     "epochs": "It counts the passes over the data.",
     "dataset_size": "It counts the rows of the data.",
 }
-WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+WINDOW = "'apply' makes one more update, 'drop' discards the window, 'carry' continues it in the next pass."
 MULTIPLE = "a multiple of batch_size * ranks = 32"
 # The settings, whose last one is refused, and what is said: the rule, the value, the way out.
 REFUSED = [
