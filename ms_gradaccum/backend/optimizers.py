@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, argument_error, is_a, warn
+from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, argument_error, counted, is_a, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
@@ -55,7 +55,7 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         if id(parameter) not in known:
             unknown.append(parameter.name)
     if unknown:
-        got = f"{len(unknown)} other parameters, first {unknown[0]!r}"
+        got = f"{counted(len(unknown), 'other parameter')}, first {unknown[0]!r}"
         raise ValueError(
             argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY)
         )

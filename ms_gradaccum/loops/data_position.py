@@ -97,11 +97,25 @@ def _draws_in_python(dataset: object) -> bool:
     return any(map(_draws_in_python, dataset.children))
 
 
+def warn_of_single_rows(owner: str, dataset: Dataset) -> None:
+    """Warn of a dataset that was not batched, so that a column of its rows has no axis."""
+    pipeline = [dataset]
+    for each in pipeline:
+        # A generator may hand out batches, and may not be asked twice.
+        if type(each) is ds.GeneratorDataset or "Batch" in type(each).__name__:
+            return
+        pipeline += each.children
+    if any(not column.shape for column in first_batch(dataset)):
+        warn(
+            f"For '{owner}', the dataset has no batch(): it hands out single rows. Call dataset.batch(32), for example."
+        )
+
+
 def first_batch(dataset: Dataset) -> tuple[object, ...]:
     """Return the first batch of a pass that is not trained. The random states stay as they are."""
     before = host_random_states()
     iterator = dataset.create_tuple_iterator(num_epochs=1)
-    batch = tuple(next(iterator))
+    batch = tuple(next(iterator, ()))
     iterator.stop()  # Its threads draw random numbers, too.
     put_random_states(before)
     return batch

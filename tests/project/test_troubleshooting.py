@@ -83,6 +83,11 @@ class Complex(nn.Cell):
         self.weight = Parameter(Tensor([1j], ms.complex64), "weight")
 
 
+@says("optimizer of mindspore.nn")
+def an_optimizer_class(*_):
+    TrainOneStepCell(loss_cell(), nn.SGD)
+
+
 @says("optimizer of real")
 def a_complex_parameter(*_):
     step_of(Complex())
@@ -178,6 +183,18 @@ def a_weighted_loss_without_a_weight(*_):
 @says("rows on their")
 def an_input_of_other_rows(*_):
     step_of(GradAccumulation(loss_cell(), 2))(LINES[0], LINES[1][:4])
+
+
+@says("inputs do not fit")
+def a_network_without_its_loss(*_):
+    step_of(GradAccumulation(line(), 2))(*LINES)
+
+
+@says("dataset has no batch()")
+def a_dataset_of_single_rows(*_):
+    network = line()
+    rows = NumpySlicesDataset((X, X[:, 0]), shuffle=False)
+    Model(network, nn.MSELoss(), sgd(network)).train(1, rows)
 
 
 @says("backbone must take")
@@ -533,7 +550,12 @@ def a_rate_for_each_batch(*_):
     Model(cell, optimizer=optimizer, accumulation_steps=4).train(1, batches(2))
 
 
-@says("argument 'grads'")
+@says("'grads' must be a tuple")
+def the_loss_with_the_gradients(*_):
+    accumulator_of()((Tensor(1.0), (ops.ones((1, 1)),)))
+
+
+@says("'grads' must be gradients")
 def gradients_of_other_parameters(*_):
     accumulator_of()((ops.ones((1, 1)), ops.ones((1,))))
 
