@@ -86,7 +86,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         ValueError: If an argument is out of range, or the shapes of logits, head, labels and weights do not fit.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np

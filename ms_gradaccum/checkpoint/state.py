@@ -85,7 +85,7 @@ def save_state(
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' parameters differ.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
@@ -263,7 +263,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         See :func:`save_state`.

@@ -49,7 +49,7 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         ValueError: If `directory` is not a valid path, or a number is not positive.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile

@@ -54,7 +54,7 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         ValueError: If an argument is out of range, or the inputs do not fit `towers`.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import ops

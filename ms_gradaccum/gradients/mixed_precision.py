@@ -64,7 +64,7 @@ class MixedPrecision:
         ValueError: If an argument is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import mindspore as ms

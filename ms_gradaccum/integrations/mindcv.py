@@ -67,7 +67,7 @@ def create_trainer(
         ValueError: If an argument is out of range or `ema` is set.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
     remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
     if check_bool(_OWNER, "ema", ema, remedy):

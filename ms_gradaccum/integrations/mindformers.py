@@ -67,7 +67,7 @@ class AccumulatedStep(TrainOneStepCell):
             compiler partitions the step (semi-auto-parallel).
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             a full window waits for `step`; or if a later step was built with its optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops

@@ -55,7 +55,7 @@ class EMA(FrozenAfterInit, Extra, Callback):
         ValueError: If `decay` or `warmup_updates` is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops

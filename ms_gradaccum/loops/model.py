@@ -93,7 +93,7 @@ class Model(FrozenAfterInit, ms.Model):
             `fit`, if there is no optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np

@@ -48,7 +48,7 @@ class AccumulationConfig:
             `accumulation_steps` are given.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from ms_gradaccum import AccumulationConfig

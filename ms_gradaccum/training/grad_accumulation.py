@@ -103,7 +103,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             or none, or `network` returns something else than described.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops

@@ -46,7 +46,7 @@ class MetricsLogger(StepReporter, Callback):
         OSError: If `path` cannot be written.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
