@@ -69,17 +69,19 @@ def test_an_error_inside_it_is_one_warning_and_the_training_is_the_same(kind, na
     losses, weights, said = trained()
     assert said == []
     monkeypatch.setattr(kind, name, breaks)
-    assert trained() == (losses, weights, [FAILED])
+    *found, (said,) = trained()
+    assert found == [losses, weights] and FAILED in said
 
 
 def test_an_error_in_the_explanation_of_a_skipped_window_is_one_too(monkeypatch):
     monkeypatch.setattr(SkippedWindows, "note", breaks)
-    assert trained(X * np.inf, windows=1)[2] == [FAILED]
+    (said,) = trained(X * np.inf, windows=1)[2]
+    assert FAILED in said
 
 
 def test_an_error_in_the_explanation_of_an_error_leaves_the_error_as_it_is(monkeypatch):
     monkeypatch.setattr("ms_gradaccum.advice.advisor.explain_split", breaks)
-    with warns("training goes"):
+    with warns(FAILED):
         with pytest.raises(ValueError, match="(?s)^(?!.*broken)"):
             step_of(dense())(Tensor(X), Tensor(np.ones((8, 1, 3, 2), np.float32)))
 

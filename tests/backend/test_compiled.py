@@ -385,7 +385,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
     with pytest.warns() as warned:
         for factor in range(6):
             step(Tensor(X), factor)
-    assert [str(w.message) for w in warned] == [MANY] and warned[0].filename == __file__
+    assert [MANY in str(w.message) for w in warned] == [True] and warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("when", ["on the network", "before the first call", "after the first call"])

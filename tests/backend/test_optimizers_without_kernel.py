@@ -142,7 +142,7 @@ def test_adamw_of_mint_is_told_what_the_device_lacks_and_not_what_the_user_has(c
     lacks = r"The kernel AdamW unregistered|Unsupported op \[AdamW\] on CPU"
     if compile:
         lacks = rf"^For 'TrainOneStepCell', .* ({lacks})\. No parameter was changed\. Use another device, "
-    with refuses(RuntimeError, "Use another device"):
+    with pytest.raises(RuntimeError, match=lacks):
         step(ops.ones((2, 3)), ops.ones((2, 1)))
     said = [str(each.message) for each in recwarn if "mindspore.mint" in str(each.message)]
     assert len(said) == (compile is None) and all("has no kernel on CPU" in each for each in said)

@@ -271,7 +271,7 @@ def test_names_give_their_number_before_the_first_batch():
 def test_another_number_of_names_than_of_losses_is_refused(names, network_mode):
     step = step_of(losses=names)
     before = step.network.network.weight.asnumpy().copy()
-    with refuses(ValueError, "'losses'", "after its loss"):
+    with refuses(ValueError, "'losses'", f"2 scalars after the loss, but got {names}"):
         step(*tensors(X, Y))
     np.testing.assert_array_equal(step.network.network.weight.asnumpy(), before)
 

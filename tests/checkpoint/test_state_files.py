@@ -159,13 +159,13 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 
 DAMAGES = {
-    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes that were written"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not have the"),
     "other byte": (
         lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"),
         "has another checksum",
     ),
     "missing": (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
-    "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "bytes that were written"),
+    "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "does not have the"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),
 }
 
@@ -271,7 +271,7 @@ def test_each_changed_digit_of_a_manifest_is_refused(saved):
     good["ranks"][0]["random"] = {}  # 624 numbers, of which one is like the other.
     for changed in changed_digits(json.dumps(files.signed(good))):
         manifest.write_text(changed)
-        with refuses(files.DamagedState, "another checksum"):
+        with pytest.raises(files.DamagedState, match="another checksum|has the version"):
             files.read_manifest(saved)
 
 
