@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tqdm import tqdm
 
-from ms_gradaccum.tools.builder import check_build
+from ms_gradaccum import __version__
 
 # Each command has its own module, imported after the arguments are checked: importing MindSpore takes seconds.
 _PROGRAM = "python -m ms_gradaccum"
@@ -23,6 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command and its arguments."""
     more = f"{_PROGRAM} COMMAND --help has the arguments of a command, and an example."
     parser = argparse.ArgumentParser(prog=_PROGRAM, description="Gradient accumulation for MindSpore.", epilog=more)
+    parser.add_argument("--version", action="version", version=f"ms_gradaccum {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, example: str) -> Callable[..., argparse.Action]:
@@ -69,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     command, module = commands[args.command]
     try:
-        if "build" in args:
-            check_build(args.command.replace("micro-size", "find_micro_size"), args.build)
         return command(args, _import_uninterrupted(f"ms_gradaccum.tools.{module}"))
     except KeyboardInterrupt:
         _print_error(args.command, "it was interrupted, and its processes have ended.")

@@ -31,7 +31,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` can resume it.
 
     It saves at the end of each epoch and, on request, in between, also in the middle of a window. After a SIGTERM it
-    lets the current window finish (in a job of one process, the current batch), saves, and exits with status 143.
+    lets the current window finish (in a job of one process, the current batch), saves, and exits with status 143. In a
+    training of one process a Ctrl-C does the same, and ends in a KeyboardInterrupt; a second one ends at once.
 
     Args:
         directory (Union[str, PathLike]): Folder of the states. All processes must have access to it.
@@ -41,8 +42,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         save_checkpoint_seconds (float, optional): Time after which a state is saved at the end of a window.
             Unit: seconds. Default: ``None``.
         keep_checkpoint_max (int): Number of states to keep. Default: ``5``.
-        save_at_sigterm (bool): Whether to save at a SIGTERM. Several processes then exchange a message of a few bytes
-            after each window. Default: ``True``.
+        save_at_sigterm (bool): Whether to save at a SIGTERM and a Ctrl-C. Several processes then exchange a message of
+            a few bytes after each window. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -91,7 +92,7 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
         self.model: Model | None = None  # The model that is training with this callback.
-        self._is_told_to_end = False
+        self._signal = 0  # The number of the signal that this process got in this training.
         # The step and the time of the last state. Set at the beginning of a training.
         self._saved_step = -1
         self._time = 0.0
@@ -105,21 +106,31 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
         """Attach to a training of ``model`` in this context. Only the main thread can handle signals."""
-        has_listener = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
+        numbers = []
+        if self.save_at_sigterm and threading.current_thread() is threading.main_thread():
+            numbers.append(signal.SIGTERM)
+            # At a Ctrl-C, msrun kills its processes. A program in the background ignores it.
+            is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if is_default and current_world(_OWNER).size == 1:
+                numbers.append(signal.SIGINT)
         self.model = model
-        self._is_told_to_end = False
-        before: Any = None
-        if has_listener:
-            before = signal.signal(signal.SIGTERM, self._note_signal)
+        self._signal = 0
+        before: dict[int, Any] = {number: signal.signal(number, self._note_signal) for number in numbers}
         try:
             yield
         finally:
             self.model = None
-            if has_listener:
-                signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _note_signal(self, *_: object) -> None:
-        self._is_told_to_end = True
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._signal = number
+        text = f"{_OWNER}: the training saves its state into {self.directory}, and ends."
+        if number == signal.SIGINT:
+            text += " Another Ctrl-C ends it at once."
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # print() fails in a handler that has interrupted another print().
+        os.write(2, f"\n{text}\n".encode())
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
@@ -148,6 +159,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         counted = self.steps is not None and params.cur_step_num % self.steps == 0
         told, late = self._agree(params.net_outputs.ends_window or ends_pass)
         if (ends_pass or counted or told or late) and self._save(params.cur_step_num) and told:
+            if self._signal == signal.SIGINT:
+                raise KeyboardInterrupt
             raise SystemExit(128 + signal.SIGTERM)
 
     def _agree(self, ends_window: bool) -> tuple[bool, bool]:
@@ -156,7 +169,7 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         asks = ends_window and (self.save_at_sigterm or self.seconds is not None)
         if current_world(_OWNER).size > 1 and not asks:
             return False, False
-        answers = gather_counts("ends a step with a StateCheckpoint", 2 * self._is_told_to_end + late)
+        answers = gather_counts("ends a step with a StateCheckpoint", 2 * (self._signal > 0) + late)
         return max(answers) > 1, answers[0] % 2 == 1
 
     def _save(self, step: int) -> bool:

@@ -1,15 +1,15 @@
-"""The function that builds a training: its place, and how a new process imports and calls it.
-
-MindSpore, whose import takes seconds, is imported only after the first checks.
-"""
+"""The function that builds a training: its place, and how a new process imports and calls it."""
 
 import importlib
-import importlib.util
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import mindspore as ms
+
+from ms_gradaccum.backend.device import arguments_of_set_device
 
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
@@ -19,26 +19,6 @@ _REMEDY = "Define it with def at the top level of a file, or give its place: 'tr
 
 def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
     return f"For '{owner}', the argument 'build' must be {rule}, but got {got}. {remedy}"
-
-
-def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file or the module of 'train.py:build' does not exist. Nothing is imported."""
-    place = build.rpartition(":")[0]
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
-            raise ValueError(_sentence(owner, f"{build!r}, whose file is not there", f"It is looked for at {file}."))
-    elif place and not _is_found(place.partition(".")[0]):
-        remedy = "Call the command in its folder, or add that to PYTHONPATH."
-        raise ValueError(_sentence(owner, f"{build!r}, whose module is not found", remedy))
-
-
-def _is_found(package: str) -> bool:
-    importlib.invalidate_caches()
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # An imported module without a spec, such as __main__.
-        return True
 
 
 class Builder(NamedTuple):
@@ -56,10 +36,6 @@ class Builder(NamedTuple):
     @staticmethod
     def of(owner: str, build: object) -> "Builder":
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
-        import mindspore as ms
-
-        from ms_gradaccum.backend.device import arguments_of_set_device
-
         if isinstance(build, str):
             place, name = _parse(owner, build)
             # The arguments of this program are only for its own functions.
@@ -71,10 +47,6 @@ class Builder(NamedTuple):
 
     def call(self) -> Any:
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
-        import mindspore as ms
-
-        from ms_gradaccum.backend.device import arguments_of_set_device
-
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
         # A device can be set only once. So the default device is not set, because the function may choose another.
@@ -86,7 +58,7 @@ class Builder(NamedTuple):
             else:
                 module = importlib.import_module(self.place)
         except ModuleNotFoundError as error:
-            got = f"'{self.place}:{self.name}', whose file imports {error.name}, which is not found"
+            got = f"'{self.place}:{self.name}' without the module {error.name}"
             raise ValueError(_sentence(self.owner, got, "Install it, or add its folder to PYTHONPATH.")) from error
         build = _attribute(module, self.name)
         if not callable(build):
@@ -100,10 +72,12 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
         raise ValueError(_sentence(owner, repr(text), "For example 'train.py:build'.", rule))
-    check_build(owner, text)
-    if place.endswith(".py"):
-        place = str(Path(place).resolve())
-    return place, name
+    if not place.endswith(".py"):
+        return place, name
+    file = Path(place).resolve()
+    if not file.is_file():
+        raise ValueError(_sentence(owner, f"{text!r}, whose file is not there", f"It is looked for at {file}."))
+    return str(file), name
 
 
 def _locate(owner: str, build: object) -> tuple[str, str]:

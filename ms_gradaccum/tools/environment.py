@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 from importlib.metadata import PackageNotFoundError, version
 
 import mindspore as ms
@@ -10,6 +9,7 @@ import mindspore as ms
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_host, this_device
 from ms_gradaccum.backend.probes import multiply
+from ms_gradaccum.tools.processes import find_msrun
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
@@ -31,7 +31,7 @@ def describe() -> dict[str, str]:
         facts["fast convolutions on CPU"] = "not used"
     elif are_slow():
         facts["fast convolutions on CPU"] = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
-    facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"
+    facts["several processes"] = "yes" if find_msrun() else "no: msrun is not found"
     for name in (*_VARIABLES, VARIABLE):
         if name in os.environ:
             facts[f"${name}"] = os.environ[name]

@@ -17,13 +17,12 @@ from ms_gradaccum._checks import argument_error, check_positive_float, check_pos
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.arguments import Batch, as_call
-from ms_gradaccum.batch.split import SplitBatch, split_batch
+from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError, refuse_inside
-from ms_gradaccum.tools.text import size_text
+from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
 
 _OWNER = "find_micro_size"
@@ -34,8 +33,6 @@ _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES = 2
 _MOST_WINDOWS = 20
-# The number of micro batches at either end that replace all: the second one reuses the memory of the first one.
-_ENDS = 2
 _NO_MEMORY = "must fit into this machine, but got no memory for them. Make them smaller."
 _OUT_OF_MEMORY = re.compile(
     r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
@@ -241,7 +238,7 @@ def _check_memory_limit(limit: int | str) -> int:
     return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
 
 
-def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator[Measured]:
+def work(builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator[Measured]:
     """Build a training in the folder ``home`` and train it in ``micro_size`` micro batches.
 
     Yield the memory before the first window, then the peak, too.
@@ -278,6 +275,15 @@ def memory_of(process: int | str, key: str) -> int:
     return 0
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes with its unit."""
+    if count < 2**20:
+        return f"{count} bytes"
+    if count < 2**30:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:.2f} GiB"
+
+
 def is_out_of_memory(kind: str, text: str) -> bool:
     """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
     return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
@@ -298,8 +304,8 @@ class Training:
         whole.bind(self.inputs, {})
         network = whole.network
         axis = whole.batch_axis
-        few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
-        self.step = TrainOneStepCell(few, optimizer, **settings)
+        parts = GradAccumulation(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
+        self.step = TrainOneStepCell(parts, optimizer, **settings)
         self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
         # Cells start in evaluation mode, in which Dropout and BatchNorm take less memory than in training.
         if not any(cell.training for _, cell in network.cells_and_names()):
@@ -330,16 +336,3 @@ def _parts_of(made: Any) -> tuple[nn.Cell, nn.Cell, Batch, dict[str, Any]]:
         f"For '{_OWNER}', the argument 'build' must be a function that returns (network, optimizer, batch) or "
         f"(network, optimizer, batch, dict), but got {got}. The dict has settings of TrainOneStepCell."
     )
-
-
-class FewMicroBatches(GradAccumulation):
-    """Train only with the first and the last micro batches. The others have the same shapes and reuse their memory."""
-
-    def split(self, *inputs: object) -> SplitBatch:
-        """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
-        # Keep all of them, as training does: if rows are copied, this takes as much memory as the batch.
-        batch = self.whole = super().split(*inputs)
-        # A loss over the whole batch needs the memory of all rows.
-        if self.needs_all_rows or len(batch.micro_batches) <= 2 * _ENDS:
-            return batch
-        return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])

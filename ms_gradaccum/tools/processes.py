@@ -13,9 +13,8 @@ import sys
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,51 +76,46 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
-    """Make the system send this process a signal when its parent ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, how)
+def search_path() -> str:
+    """Return $PATH with the folder of this Python first, which an environment that is not activated leaves out."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
+
+
+def find_msrun() -> str | None:
+    """Return the place of msrun, or None if there is none."""
+    return shutil.which("msrun", path=search_path())
 
 
 class Job:
     """Processes that call one function in their own folder, several by msrun. A context manager, which ends them.
 
-    ``extra`` returns further environment variables for a folder. ``function``, as ``module:function``, takes a Meeting
-    and the ``task``, and yields reports.
+    ``function``, as ``module:function``, takes the items of the ``task`` by name, and yields reports.
     """
 
-    def __init__(
-        self,
-        count: int,
-        function: str,
-        task: Mapping[str, object],
-        extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
-    ) -> None:
+    def __init__(self, count: int, function: str, task: Mapping[str, object]) -> None:
         self.count = count
-        self.mark = {IN_JOB: uuid.uuid4().hex}
         self.received = 0  # The number of reports of each rank that `wait` has returned.
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
-            arguments = f"{str(self.folder)!r}, {function!r}, {json.dumps(task)!r}"
-            self.process = self._start(arguments, extra(self.folder))
+            self.process = self._start(f"{str(self.folder)!r}, {function!r}, {json.dumps(task)!r}")
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _start(self, arguments: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: str) -> subprocess.Popen[bytes]:
         # amp.auto_mixed_precision adds folders of MindSpore's layers to the path; their math.py would hide Python's.
         inside = str(Path(mindspore.__file__).parent)
         places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
         script = self.folder / "worker.py"
         script.write_text(f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({arguments})\n")
-        outside = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
+        settings = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         # The processes are killed at the end, so their temporary files are removed with the folder.
-        settings = {**outside, **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
+        settings |= {IN_JOB: "1", "PATH": search_path(), "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
-            if shutil.which("msrun", path=path) is None:
+            if find_msrun() is None:
                 remedy = "It is part of MindSpore: call the command in the environment that has it."
                 raise RuntimeError(f"{self.count} processes must be started by msrun, but it is not in PATH. {remedy}")
             command = ["msrun", f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
@@ -138,25 +132,30 @@ class Job:
                 preexec_fn=self._end_with_parent,
             )
 
-    @property
-    def _end_signal(self) -> signal.Signals:
-        # msrun ends its processes.
-        return signal.SIGINT if self.count > 1 else signal.SIGKILL
-
     def _end_with_parent(self) -> None:
-        # A background program of a script ignores the signal, and msrun would inherit that.
+        # A background program of a script ignores the signal at which msrun ends its processes.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_parent(self._end_signal)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT if self.count > 1 else signal.SIGKILL)
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with ExitStack() as ends, suppress(subprocess.TimeoutExpired):  # Clean up even after a second Ctrl-C.
-            ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            ends.callback(self._kill)
-            self.process.send_signal(self._end_signal)
-            self.process.wait(5)
+        try:
+            self._kill()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        # While it is stopped, msrun starts no others, nor does it see them end.
+        self.process.send_signal(signal.SIGSTOP)
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def wait(self, timeout: float, watch: Callable[[], None] = lambda: None, moment: float = _MOMENT) -> list[Any]:
         """Return the next report of each rank. Raise the first RankError, an EndedError or a TimeoutError.
@@ -197,52 +196,29 @@ class Job:
         failed = [text for text in texts if "Traceback" in text]
         return [*failed, *reversed(texts), ""][0][-_LAST_WORDS:]
 
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        # Processes of other groups.
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if self.mark.items() <= process.environ().items():
-                    process.kill()
-
-
-class Meeting:
-    """The folder of a job in one of its processes, and the reports of its rank."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        self.rank = 0
-        self.sent = 0  # The number of reports so far.
-
-    def join(self, rank: int) -> None:
-        """Register this process with its rank."""
-        self.rank = rank
-        self._write(f"process_{rank}", str(os.getpid()).encode())
-
-    def report(self, values: object) -> None:
-        """Give the job the next report of this rank."""
-        self._write(f"report_{self.sent}_{self.rank}", pickle.dumps(values))
-        self.sent += 1
-
-    def _write(self, name: str, content: bytes) -> None:
-        """Write a file atomically."""
-        partial = self.folder / f"partial_{self.rank}"
-        partial.write_bytes(content)
-        partial.rename(self.folder / name)
-
 
 def serve(folder: str, function: str, task: str) -> None:
     """Call a function in a process of a job, pass on its reports or its error, and wait to be killed."""
-    end_with_parent()
-    meeting = Meeting(folder)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def write(name: str, content: bytes) -> None:
+        """Write a file of this rank atomically."""
+        partial = Path(folder, f"partial_{os.getpid()}")
+        partial.write_bytes(content)
+        partial.rename(Path(folder, f"{name}_{os.getenv('RANK_ID', '0')}"))
+
+    # msrun gives its scheduler a rank, too.
+    if os.getenv("MS_ROLE") != "MS_SCHED":
+        write("process", str(os.getpid()).encode())
     module, _, name = function.partition(":")
+    sent = 0
     try:
-        for report in getattr(importlib.import_module(module), name)(meeting, **json.loads(task)):
-            meeting.report(report)
+        for report in getattr(importlib.import_module(module), name)(**json.loads(task)):
+            write(f"report_{sent}", pickle.dumps(report))
+            sent += 1
     except (Exception, SystemExit) as error:
-        meeting.report(RankError(type(error).__name__, str(error), first_line(error), traceback.format_exc()))
+        ended = RankError(type(error).__name__, str(error), first_line(error), traceback.format_exc())
+        write(f"report_{sent}", pickle.dumps(ended))
     # If one process exits, msrun takes long to end the others, and without a GPU MindSpore would exit with an error.
     while True:
         time.sleep(1e6)

@@ -84,11 +84,11 @@ class WholeBatch:
         loss_cell: nn.Cell,
         parameters: Sequence[Parameter],
         optimizer: nn.Cell | None = None,
-        clip: object = None,
+        max_norm: float | None = None,
         code: nn.Cell | None = None,
         compiles: bool = False,
     ) -> None:
-        self.optimizer = _KeepsGradient(parameters, optimizer, clip)
+        self.optimizer = _KeepsGradient(parameters, optimizer, max_norm)
         cell = nn.TrainOneStepCell(loss_cell, self.optimizer)
         cell.grad_reducer = nn.Identity()  # The batch is that of this process, also in a job.
         self.step: Eager | Compiled
@@ -117,24 +117,21 @@ class MeanLoss(nn.Cell):
 
 
 class _KeepsGradient(nn.Cell):
-    """An optimizer, or none, behind MindSpore's own functions for the clip of a step. It keeps the gradient."""
+    """An optimizer, or none, behind MindSpore's own function for a clip. It keeps the gradient."""
 
-    def __init__(self, parameters: Sequence[Parameter], optimizer: nn.Cell | None, clip: object) -> None:
+    def __init__(self, parameters: Sequence[Parameter], optimizer: nn.Cell | None, max_norm: float | None) -> None:
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
         # MindSpore's step could return the gradient, too, but a graph would loop over it, and fail for 1000 parameters.
         self.kept = ParameterTuple(zeros(f"whole.{i}", each.shape) for i, each in enumerate(parameters))
         self.optimizer = optimizer
-        self.max_norm = getattr(clip, "max_norm", None)
-        self.limit = getattr(clip, "limit", None)
+        self.max_norm = max_norm
 
     def construct(self, grads: tuple[Any, ...]) -> Any:
         done = map_tensors(_assign_dense, self.kept, grads)
         if self.optimizer is None:
             return done
-        if self.limit is not None:
-            grads = ops.clip_by_value(grads, -self.limit, self.limit)
-        elif self.max_norm is not None:
+        if self.max_norm is not None:
             grads = ops.clip_by_global_norm(grads, self.max_norm)
         return done, self.optimizer(grads)
 

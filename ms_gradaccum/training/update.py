@@ -18,6 +18,10 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
 
+def _value_of(grad: Tensor) -> Tensor:
+    return grad.value()
+
+
 def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
 
@@ -99,6 +103,9 @@ class Update(nn.Cell):
         return self.buffer.clear(self.reducer.after_update(updated))
 
     def optimized(self, grads: Grads) -> Done:
+        if self.has_branches:
+            # The compiler drops a branch that changes parameters if a called function has read a parameter before it.
+            grads = map_tensors(_value_of, grads)
         return self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
 
     def keep_storage(self, value: Tensor) -> Tensor:

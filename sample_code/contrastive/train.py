@@ -147,7 +147,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 except ImportError:
-    raise SystemExit("No plot: it takes matplotlib, pip install 'ms_gradaccum[plot]'.") from None
+    raise SystemExit("No plot: it takes matplotlib, pip install matplotlib.") from None
 figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
 FigureCanvasAgg(figure)
 axes = figure.subplots()

@@ -152,6 +152,48 @@ def test_a_sigterm_saves_and_ends_the_program(tmp_path):
     assert first.steps + second.steps == straight.steps
 
 
+class Interrupt(train.Callback):
+    """Ctrl-C in step 7, as often as it is told, and what has been said by then."""
+
+    def __init__(self, capfd, times):
+        self.capfd, self.times, self.said = capfd, times, ""
+
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 7:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+                self.said += self.capfd.readouterr().err
+
+
+def test_ctrl_c_says_at_once_where_it_saves_and_ends_the_training(tmp_path, capfd):
+    before = signal.getsignal(signal.SIGINT)
+    straight, first, second, once = Log(), Log(), Log(), Interrupt(capfd, 1)
+    end = fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "straight")])
+    fit(in_memory, 3, [first, once, StateCheckpoint(tmp_path / "states")])
+    assert once.said.strip() == (
+        f"StateCheckpoint: the training saves its state into {tmp_path}/states, and ends. Another Ctrl-C ends it "
+        "at once."
+    )
+    assert len(first.steps) == 7 and signal.getsignal(signal.SIGINT) == before
+    assert fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
+    assert first.steps + second.steps == straight.steps
+
+
+def test_a_second_ctrl_c_ends_the_training_without_a_state(tmp_path, capfd):
+    fit(in_memory, 3, [Interrupt(capfd, 2), StateCheckpoint(tmp_path)])
+    assert load_state(build()[1], tmp_path).batches == 5  # That of the end of the first pass.
+
+
+def test_ctrl_c_is_left_to_a_program_that_ignores_it(tmp_path, capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log, ignored = Log(), Interrupt(capfd, 1)
+    try:
+        fit(in_memory, 2, [log, ignored, StateCheckpoint(tmp_path)])
+        assert ignored.said == "" and len(log.steps) == 10
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_rate_that_a_callback_sets_is_in_the_state(tmp_path):
     def rate(_, step):
         return 0.01 * (1 + step % 5)

@@ -158,7 +158,7 @@ def test_a_scheduler_that_is_called_before_the_first_update_is_named(place, step
     _, accumulator = toy_loop(steps, adjustable_sgd)
     scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
     rates = []
-    with warns("prepared scheduler"):
+    with warns("scheduler.step() came before the update"):
         if place == "before the loop":
             scheduler.step()
         for each in FOUR[:steps]:

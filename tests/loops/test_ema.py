@@ -453,7 +453,7 @@ def test_what_it_cannot_average_is_refused(eager):
     is_distributed = Accumulator(
         [nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks]
     )
-    with refuses(ValueError, "Accumulator of one network"):
+    with refuses(ValueError, "Accumulator of several"):
         is_distributed.add_callback(EMA())
     network = line()
     network.weight.requires_grad = False

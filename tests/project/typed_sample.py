@@ -184,7 +184,7 @@ def before_a_training() -> TrainingPlan:
         accumulation_steps=4,
     )
     assert_type(plan.updates, int)
-    assert_type(plan.update_rows, list[int])
+    assert_type(plan.updates_per_epoch, int)
     report = verify(loss_cell, batch, 4)
     assert_type(report, VerifyReport)
     assert_type(report.parameters, tuple[ParameterDifference, ...])

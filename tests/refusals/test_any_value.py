@@ -74,7 +74,7 @@ def config_gives_counts(config):
 
 
 def plan_counts(plan):
-    assert 0 <= len(plan.update_rows) == plan.updates <= plan.batches
+    assert 0 <= plan.updates_per_epoch <= plan.updates <= plan.batches
     assert str(plan)
 
 
@@ -112,7 +112,6 @@ PLAN = {
     "epochs": st.integers(1, 5),
     "ranks": st.integers(1, 9),
     "drop_remainder": st.just(False),
-    "micro_size": COUNTS,
     "accumulation_steps": COUNTS,
     "last_window": WINDOWS,
 }

@@ -22,6 +22,6 @@ def processes_with(variable):
     return found
 
 
-def start_another(meeting):
+def start_another():
     """In a process of a job, start one that has not its environment."""
     yield {"started": subprocess.Popen(["sleep", "600"], env={}).pid}

@@ -1,4 +1,4 @@
-"""`find_micro_size` with child processes. Each takes seconds, so few do much."""
+"""`find_micro_size` with child processes. Each takes seconds, so that one process serves where none is ended."""
 
 import os
 import random
@@ -8,32 +8,31 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import memory_networks
 import mindspore as ms
 import numpy as np
 import pytest
-from memory_networks import (
-    gets_sigkill,
-    gets_sigsegv,
-    grows,
-    hangs,
-    lacks_device_memory,
-    raises_its_own,
-    says_where_it_is,
-    wide_in_rows,
-)
+from memory_networks import grows, lacks_device_memory, nothing, raises_its_own, says_where_it_is, wide_in_rows
 from mindspore import nn
 from refusal import raises
+from shared_process import SharedJob
 
 from ms_gradaccum import find_micro_size
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.backend.compiled import execution_mode
-from ms_gradaccum.tools.processes import Job
+from ms_gradaccum.tools import micro_size_finder
+from ms_gradaccum.tools.processes import EndedError, Job
 
 FOLDER = Path(__file__).parents[1] / "support"
 ROOT = FOLDER.parents[1]
 MIB = 2**20
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    monkeypatch.setattr(micro_size_finder, "Job", SharedJob)
 
 
 def peak_of_a_program(micro_size):
@@ -53,84 +52,93 @@ def everything():
 
 
 def test_the_answer_fits_and_its_neighbour_does_not():
-    # Of 8 rows the largest micro batches have 8, 4, 3, 2 and 1 rows: the largest takes 32 MiB or so for each.
-    too_much, fits = peak_of_a_program(2), peak_of_a_program(3)
-    assert too_much - fits > 20 * MIB
-    limit = (too_much + fits) // 2
+    # Of 4 rows the micro batches have 4 or 2 rows, each of which takes 32 MiB or so.
+    expected = peak_of_a_program(2)
     before = everything()
     probes = []
-    answer = find_micro_size(wide_in_rows, limit, report=probes.append)
-    assert answer == 3
+    assert find_micro_size(wide_in_rows, expected + 16 * MIB, report=probes.append) == 2
     assert everything() == before
-    tried = {probe.micro_size: probe for probe in probes}
-    assert [probe.micro_size for probe in probes] == [1, 2, 4, 3]
-    assert [tried[count].fits for count in (1, 2, 3, 4)] == [False, False, True, True]
-    assert [tried[count].rows for count in (1, 2, 3, 4)] == [8, 4, 3, 2]
-    # It measures what the program measures, and was stopped early where that is too much.
-    assert tried[3].peak == pytest.approx(fits, abs=12 * MIB) and tried[4].peak < tried[3].peak
-    assert tried[1].peak is None
-    text = f"{tried[3].peak / MIB:.1f} MiB"
-    assert re.fullmatch(rf"micro_size     3      3 rows  {text:>11}  fits       +\d+\.\d s", str(tried[3]))
-    assert re.fullmatch(r"micro_size     1      8 rows        ended  too much   +\d+\.\d s", str(tried[1]))
+    whole, halves = probes
+    assert (whole.micro_size, whole.rows, whole.peak, whole.fits) == (1, 4, None, False)
+    assert (halves.micro_size, halves.rows, halves.fits) == (2, 2, True)
+    # It measures what the program measures.
+    assert halves.peak == pytest.approx(expected, abs=12 * MIB)
+    text = f"{halves.peak / MIB:.1f} MiB"
+    assert re.fullmatch(rf"micro_size     2      2 rows  {text:>11}  fits       +\d+\.\d s", str(halves))
+    assert re.fullmatch(r"micro_size     1      4 rows        ended  too much   +\d+\.\d s", str(whole))
 
 
-@pytest.fixture
-def by_hand(eager):
-    """Children run op by op, so that a network can do something in Python."""
-
-
-def test_a_child_that_allocates_without_end_is_ended(by_hand):
-    probes = []
+def test_a_child_that_allocates_without_end_is_ended(eager):
     sentence = (
         r"For 'find_micro_size', the argument 'memory_limit' must be more than the 1\.61 GiB that single rows "
-        r"\(micro_size=2\) take, but got 624\.0 MiB\. \d+\.\d MiB of it are in use before the first row: shrink "
+        r"\(micro_size=1\) take, but got 624\.0 MiB\. \d+\.\d MiB of it are in use before the first row: shrink "
         r"network, optimizer or batch\."
     )
     with pytest.raises(MemoryError, match=f"^{sentence}$"):
-        find_micro_size(grows, "624MiB", report=probes.append)
-    assert [(probe.micro_size, probe.peak, probe.fits) for probe in probes] == [(1, None, False), (2, None, False)]
+        find_micro_size(grows, "624MiB")
 
 
-def test_an_error_of_the_network_is_not_taken_for_missing_memory(by_hand):
-    with raises(
-        RuntimeError,
+def test_an_error_of_the_network_is_not_taken_for_missing_memory(eager, shared):
+    sentence = (
         "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
-        "error",
-    ) as raised:
+        "error"
+    )
+    with raises(RuntimeError, sentence) as raised:
         find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("build", [gets_sigkill, lacks_device_memory])
-def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(build, by_hand):
-    """As the system ends a process without memory, and as MindSpore says it."""
-    with raises(
-        MemoryError,
-        "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. "
-        "Make them smaller.",
-    ):
-        find_micro_size(build, "1GiB")
+NO_MEMORY = (
+    "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. Make "
+    "them smaller."
+)
 
 
-def test_a_crash_is_told(by_hand):
-    with pytest.raises(RuntimeError, match="with micro_size=1 its process ended with SIGSEGV. Its last words: "):
-        find_micro_size(gets_sigsegv, "1GiB")
+def test_memory_that_the_device_lacks_is_not_an_error_of_the_network(eager, shared):
+    with raises(MemoryError, NO_MEMORY):
+        find_micro_size(lacks_device_memory, "1GiB")
 
 
-def children():
-    """The processes that this one has started and that still run."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+class LostJob(Job):
+    """Its process ends in another way, or does not answer, after a first report."""
+
+    how = ""
+
+    def __init__(self, *arguments):
+        self.process = SimpleNamespace(returncode=-getattr(signal, self.how, 0))
+        self.received = 0
+
+    def __exit__(self, *error):
+        pass
+
+    def wait(self, *settings, moment=None):
+        self.received += 1
+        if self.received == 1:
+            return [micro_size_finder.Measured(rows=1)]
+        raise EndedError if self.how else TimeoutError
+
+    def last_words(self):
+        return "some words"
 
 
-def test_a_child_that_hangs_is_ended(by_hand):
-    before = children()
-    with raises(
-        TimeoutError,
-        "For 'find_micro_size', the argument 'timeout' must be more than what two windows of micro_size=1 take, but "
-        "got 2 s. Give it more time.",
-    ):
-        find_micro_size(hangs, "1GiB", timeout=2)
-    assert children() == before
+MUST_RUN = "For 'find_micro_size', the training must run, but with micro_size=1 its process ended with SIGSEGV. Its "
+LATE = "For 'find_micro_size', the argument 'timeout' must be more than what two windows of micro_size=1 take, but got "
+
+
+@pytest.mark.parametrize(
+    "how, error, sentence",
+    [
+        # Only the system kills the process, when memory runs out.
+        ("SIGKILL", MemoryError, NO_MEMORY),
+        ("SIGSEGV", RuntimeError, f"{MUST_RUN}last words: some words"),
+        ("", TimeoutError, f"{LATE}2 s. Give it more time."),
+    ],
+)
+def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, monkeypatch):
+    monkeypatch.setattr(micro_size_finder, "Job", LostJob)
+    monkeypatch.setattr(LostJob, "how", how)
+    with raises(error, sentence):
+        find_micro_size(nothing, "1GiB", timeout=2)
 
 
 PROGRAM = """
@@ -159,18 +167,10 @@ def build():
     rows = parser.parse_args().rows
     network = Net()
     return network, nn.Adam(network.trainable_params()), Tensor(np.ones((rows, 2), np.float32))
-"""
-GUARDED = """
+
 if __name__ == "__main__":
     ms.set_context(mode=ms.GRAPH_MODE)
     print(find_micro_size(build, "4GiB", report=print))
-"""
-UNGUARDED = """
-try:
-    print(find_micro_size(build, "4GiB"))
-except RuntimeError as error:
-    print(error)
-    raise
 """
 
 
@@ -184,21 +184,12 @@ def run_script(tmp_path, text, *arguments):
 
 
 def test_a_function_of_the_program_itself_is_compiled_in_the_child(tmp_path):
-    with run_script(tmp_path, PROGRAM + GUARDED, "--rows=4") as program:
+    with run_script(tmp_path, PROGRAM, "--rows=4") as program:
         table, answer = program.communicate(timeout=300)[0].splitlines()
     assert re.match(r"micro_size +1 +4 rows .* fits", table) and answer == "1"
 
 
-def test_a_program_without_a_guard_is_told_so(tmp_path):
-    with run_script(tmp_path, PROGRAM + UNGUARDED, "--rows=4") as program:
-        said = program.communicate(timeout=300)[0]
-    assert said == (
-        "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "
-        "the call under: if __name__ == '__main__':\n"
-    )
-
-
-def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch):
+def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch, shared):
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
     with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
         find_micro_size(says_where_it_is, "1GiB")
@@ -219,6 +210,19 @@ find_micro_size(hangs, "1GiB")
 """
 
 
+def ends(processes, seconds=60):
+    """Wait until these processes have ended, and return whether they have."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(runs, processes)):
+        time.sleep(0.05)
+    return not any(map(runs, processes))
+
+
+def runs(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_a_child_ends_with_its_parent(tmp_path):
     with run_script(tmp_path, HANGING) as program:
         assert program.stdout.readline() == "begun\n"
@@ -230,9 +234,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
         while time.monotonic() < deadline and Path(f"/proc/{child}/oom_score_adj").read_text() != "1000\n":
             time.sleep(0.05)
         program.send_signal(signal.SIGKILL)
-    while time.monotonic() < deadline and runs(child):
-        time.sleep(0.05)
-    assert not runs(child)
+    assert ends([child])
 
 
 JOBS = """
@@ -250,35 +252,21 @@ def test_a_job_ends_with_a_program_that_is_killed_before_its_processes_have_begu
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with run_script(tmp_path, JOBS) as program:
         jobs = [int(line) for line in program.communicate(timeout=300)[0].split()]
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any(map(runs, jobs)):
-        time.sleep(0.05)
-    alive = [job for job in jobs if runs(job)]
-    for job in alive:
-        os.kill(job, signal.SIGKILL)
-    assert len(jobs) == 2 and alive == []
+    assert len(jobs) == 2 and ends(jobs, 30)
 
 
 def test_what_a_process_of_a_job_has_started_ends_with_it_without_its_environment_too():
     with Job(1, "started_processes:start_another", {}) as job:
         (report,) = job.wait(300)
         assert runs(report["started"])
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and runs(report["started"]):
-        time.sleep(0.05)
-    assert not runs(report["started"])
-
-
-def runs(process):
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert ends([report["started"]], 30)
 
 
 def micro_size(function, *arguments):
     return main(["micro-size", f"{memory_networks.__file__}:{function}", *arguments])
 
 
-def test_the_command_prints_the_answer_alone_and_the_table_beside_it(by_hand, capsys, monkeypatch):
+def test_the_command_prints_the_answer_alone_and_the_table_beside_it(eager, shared, capsys, monkeypatch):
     # Folders that MindSpore searches first do not hide modules of Python from the child.
     monkeypatch.setattr(sys, "path", list(sys.path))
     ms.amp.auto_mixed_precision(nn.Dense(2, 2), "O1")
@@ -289,7 +277,7 @@ def test_the_command_prints_the_answer_alone_and_the_table_beside_it(by_hand, ca
     assert re.fullmatch(r"micro_size     1       1 row +\d+\.\d MiB  fits +\d+\.\d s\n", output.err)
 
 
-def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_rows_take(by_hand, capsys):
+def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_rows_take(eager, shared, capsys):
     assert micro_size("nothing", "--memory-limit", "64MiB") == 1
     output = capsys.readouterr()
     table, error = output.err.splitlines()
@@ -301,32 +289,26 @@ def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_row
     )
 
 
+BUILD = "For 'find_micro_size', the argument 'build' must be"
+IMPORTED = f"{BUILD} a function that a new process can import, but got"
+
+
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        (
-            f"{memory_networks.__file__}:wrongly_clipped",
-            "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
-            "or None, but got 3. For example clip=ClipByGlobalNorm(1.0).",
-        ),
-        (
-            "memory_networks:missing",
-            "For 'find_micro_size', the argument 'build' must be the name of a function of memory_networks, but got "
-            "'missing'. It is called without arguments.",
-        ),
+        (f"{memory_networks.__file__}:wrongly_clipped", "For 'TrainOneStepCell', the argument 'clip' must be "),
+        ("memory_networks:missing", f"{BUILD} the name of a function of memory_networks, but got 'missing'. It is "),
+        ("nosuch.part:build", f"{IMPORTED} 'nosuch.part:build' without the module nosuch. Install it, or add its "),
         (
             "missing.py:build",
-            "For 'find_micro_size', the argument 'build' must be a function that a new process can import, but got "
-            f"'missing.py:build', whose file is not there. It is looked for at {Path('missing.py').resolve()}.",
+            f"{IMPORTED} 'missing.py:build', whose file is not there. It is looked for at "
+            f"{Path('missing.py').resolve()}.",
         ),
-        (
-            "memory_networks.py",
-            "For 'find_micro_size', the argument 'build' must be a function, 'file.py:function' or 'module:function', "
-            "but got 'memory_networks.py'. For example 'train.py:build'.",
-        ),
+        ("memory_networks.py", f"{BUILD} a function, 'file.py:function' or 'module:function', but got "),
     ],
 )
-def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, monkeypatch):
+def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, monkeypatch, shared):
     monkeypatch.syspath_prepend(FOLDER)
     assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
-    assert capsys.readouterr().err == f"python -m ms_gradaccum micro-size: {sentence}\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"python -m ms_gradaccum micro-size: {sentence}") and said.count("\n") == 1

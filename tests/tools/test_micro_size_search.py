@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
-from memory_networks import WIDTH, misbehaving, nothing, wide
+from memory_networks import misbehaving, nothing
 from mindspore import Tensor, nn, ops
-from refusal import raises, refuses, typed
+from refusal import raises, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
 from ms_gradaccum.backend.compiled import execution_mode
@@ -25,7 +25,6 @@ from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.micro_size_finder import Measured, Training, is_out_of_memory
 from ms_gradaccum.tools.processes import IN_JOB
-from ms_gradaccum.tools.text import size_text
 
 
 def answer_of(rows, limit, **settings):
@@ -65,8 +64,7 @@ def test_single_rows_that_do_not_fit_are_an_error():
 
 @pytest.mark.parametrize(
     "text, count",
-    [(7, 7), ("1000", 1000), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gi ", 3 * 2**29), ("2k", 2000)]
-    + [("3 TB", 3 * 10**12), ("1KiB", 1024), ("0.5MiB", 2**19), ("12b", 12)],
+    [(7, 7), ("1000", 1000), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gi ", 3 * 2**29), ("12b", 12)],
 )
 def test_a_limit_is_a_number_or_a_text(text, count):
     """A batch that takes just so much fits, and one that takes two bytes more does not."""
@@ -75,10 +73,6 @@ def test_a_limit_is_a_number_or_a_text(text, count):
     with mock.patch.object(micro_size_finder, "measure", lambda *args: Measured(1, 0, count + 1)):
         with pytest.raises(MemoryError):
             find_micro_size(nothing, text)
-
-
-def test_bytes_are_shown_for_people():
-    assert [size_text(count) for count in (10, 3 * 2**19, 5 * 2**28)] == ["10 bytes", "1.5 MiB", "1.25 GiB"]
 
 
 LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
@@ -119,11 +113,7 @@ LAMBDA, INNER = as_lambda(), inner()
     "name, value, error, rule, got, remedy",
     [
         ("memory_limit", "much", ValueError, BYTES, "'much'", LIMIT),
-        ("memory_limit", "4XB", ValueError, BYTES, "'4XB'", LIMIT),
-        ("memory_limit", 4e9, TypeError, "a positive int", typed(4e9), LIMIT),
-        ("memory_limit", True, TypeError, "a positive int", typed(True), LIMIT),
         ("memory_limit", None, TypeError, "a positive int", typed(None), LIMIT),
-        ("memory_limit", 0, ValueError, "a positive int", "0", LIMIT),
         ("memory_limit", "0.1", ValueError, "a positive int", "0", LIMIT),
         ("memory_limit", 2**63, ValueError, f"a positive int of at most {2**63 - 1}", 2**63, LIMIT),
         ("build", 3, TypeError, FUNCTION, typed(3), PLACE),
@@ -132,7 +122,6 @@ LAMBDA, INNER = as_lambda(), inner()
         ("build", HIDDEN, ValueError, FUNCTION, repr(HIDDEN), PLACE),
         ("build", PARTIAL, ValueError, FUNCTION, repr(PARTIAL), PLACE),
         ("build", "train.py", ValueError, TEXT, "'train.py'", "For example 'train.py:build'."),
-        ("build", "train.py:", ValueError, TEXT, "'train.py:'", "For example 'train.py:build'."),
         ("build", "nofile.py:build", ValueError, FUNCTION, "'nofile.py:build', whose file is not there", NO_FILE),
         ("timeout", 0, ValueError, "a positive number", 0, "It is the time of one measurement, in seconds."),
         ("report", 3, TypeError, "a function or None", typed(3), "For example report=print."),
@@ -272,10 +261,8 @@ RETURNS = "a function that returns (network, optimizer, batch) or (network, opti
     "place, value, error, text",
     [
         (0, 3, TypeError, f"'network' must be an nn.Cell, but got {typed(3)}. Give a GradAccumulation or a loss cell."),
-        (1, 3, TypeError, "'optimizer' must be an optimizer of mindspore.nn, mindspore.mint or "),
         (2, 3, TypeError, f"'batch' must be a tensor, a tuple, a list or a dict, but got {typed(3)}. Give the inputs "),
         (3, {"clip": 3}, TypeError, f"'clip' must be {CLIP}, but got 3. For example clip=ClipByGlobalNorm(1.0)."),
-        (3, {"bad_micro_batch": "keep"}, ValueError, "'bad_micro_batch' must be one of "),
         (3, 3, TypeError, f"'build' must be {RETURNS}, but got tuple of 4. The dict has settings of TrainOneStepCell."),
     ],
 )
@@ -292,26 +279,6 @@ def test_a_function_must_return_a_tuple_of_three_or_four(made, got):
         TypeError, match=rf"the argument 'build' must be {re.escape(RETURNS)}, but got {got}\. The dict"
     ):
         Training(made, 1)
-
-
-def test_a_batch_that_the_network_does_not_take_is_refused():
-    network, optimizer, batch = nothing()
-    with refuses(TypeError, "the inputs do not fit"):
-        Training((network, optimizer, (batch, batch)), 1)
-    with pytest.raises(ValueError, match="^For 'GradAccumulation', a batch must have at least one row"):
-        Training((network, optimizer, Tensor(np.ones((0, 2), np.float32))), 1)
-
-
-def test_few_micro_batches_stand_for_all_and_have_all_shapes():
-    batch = Tensor(np.arange(22, dtype=np.float32).reshape(11, 2))
-    for micro_size, rows in ((1, [11]), (3, [4, 4, 3]), (4, [3, 3, 3, 2]), (9, [2, 2, 1, 1]), (11, [1] * 4)):
-        network, optimizer, _ = nothing()
-        training = Training((GradAccumulation(network, 1), optimizer, batch), micro_size)
-        assert training.rows == 11
-        assert [part.rows for part in training.step.network.split(batch).micro_batches] == rows
-    network, optimizer, _ = nothing()
-    last = Training((network, optimizer, batch), 5).step.network.split(batch).micro_batches[-1]
-    np.testing.assert_array_equal(last.tensors[0].asnumpy(), batch.asnumpy()[9:])
 
 
 def test_the_settings_of_a_training_are_kept_also_in_half_precision(eager):
@@ -362,24 +329,20 @@ def test_cells_are_measured_in_training_mode_unless_the_function_has_set_it():
     assert network.training and not network.dense.training
 
 
-def is_missing_memory(error):
-    return is_out_of_memory(type(error).__name__, str(error))
-
-
 @pytest.mark.parametrize(
-    "error, expected",
+    "kind, text, expected",
     [
-        (MemoryError("x"), True),
-        (RuntimeError("Memory not enough:\nMemory isn't enough and alloc failed, kernel name: MatMul"), True),
-        (RuntimeError("Allocate memory failed"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("std::bad_alloc"), True),
-        (RuntimeError("the shapes do not match"), False),
-        (ValueError("out of memory"), False),
+        ("MemoryError", "x", True),
+        ("RuntimeError", "Memory not enough:\nMemory isn't enough and alloc failed, kernel name: MatMul", True),
+        ("RuntimeError", "Allocate memory failed", True),
+        ("RuntimeError", "CUDA error: out of memory", True),
+        ("RuntimeError", "std::bad_alloc", True),
+        ("RuntimeError", "the shapes do not match", False),
+        ("ValueError", "out of memory", False),
     ],
 )
-def test_missing_memory_is_told_from_other_errors(error, expected):
-    assert is_missing_memory(error) is expected
+def test_missing_memory_is_told_from_other_errors(kind, text, expected):
+    assert is_out_of_memory(kind, text) is expected
 
 
 def test_memory_that_this_device_lacks_is_told_from_other_errors():
@@ -387,12 +350,5 @@ def test_memory_that_this_device_lacks_is_told_from_other_errors():
         np.ones(2**45)
     with pytest.raises(RuntimeError) as mindspores:
         ops.ones((2**40,), ms.float32).sum().asnumpy()
-    assert is_missing_memory(numpys.value) and is_missing_memory(mindspores.value)
-
-
-def test_the_toy_for_the_measurements_trains(eager):
-    network, optimizer, _ = wide(ms.PYNATIVE_MODE)
-    batch = Tensor(np.ones((2, 4, WIDTH), np.float32))
-    before = network.dense.weight.asnumpy().copy()
-    Training((network, optimizer, batch), 2).run()
-    assert np.any(network.dense.weight.asnumpy() != before)
+    for error in (numpys.value, mindspores.value):
+        assert is_out_of_memory(type(error).__name__, str(error))

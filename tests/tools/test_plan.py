@@ -1,109 +1,56 @@
-"""TrainingPlan: against loops over batches, MindSpore's datasets, and trainings that really run."""
+"""TrainingPlan: against loops over batches, MindSpore's datasets, trainings that really run, and other libraries."""
 
 import dataclasses
-import tracemalloc
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_toy import Recorder, line
+from linear_toy import Recorder, line, sgd
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
+from modelled_window import plan
+from refusal import raises
 
-from ms_gradaccum import GradAccumulation, Model, TrainingPlan
+from ms_gradaccum import Model, TrainingPlan
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
-
-def plan(dataset_size=8, batch_size=2, epochs=1, **settings):
-    return TrainingPlan(dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, **settings)
-
-
-@pytest.mark.parametrize("settings", [{}, {"micro_size": 4}, {"steps": 375}])
-def test_1000_samples_in_batches_of_8_are_375_batches_in_3_epochs(settings):
-    got = TrainingPlan(
-        dataset_size=1000, batch_size=8, **({"epochs": 3} if "steps" not in settings else {}), **settings
-    )
-    assert (got.batches_per_epoch, got.batches, got.updates) == (125, 375, 375)
-    assert type(got.updates) is int
-
-
-# Lightning's estimated_stepping_batches: 64 batches of one row, up to 4 nodes of 7 devices.
-@pytest.mark.parametrize(
-    "window,ranks,updates", [(1, 1, 64), (2, 1, 32), (3, 1, 22), (1, 7, 10), (1, 14, 5), (1, 21, 4), (1, 28, 3)]
-)
-def test_an_epoch_of_64_rows_has_the_updates_that_lightning_estimates(window, ranks, updates):
-    assert plan(64, 1, accumulation_steps=window, ranks=ranks).updates == updates
+# Rows, rows of a batch, epochs, further settings, and the updates that others state: Lightning's
+# estimated_stepping_batches (64 batches of one row), Hugging Face (a window ends with the epoch), and Keras (it goes
+# on); 123 rows are 31 batches of 4.
+STATED = [
+    *[(64, 1, 1, {"accumulation_steps": window}, updates) for window, updates in ((1, 64), (2, 32), (3, 22))],
+    *[(64, 1, 1, {"ranks": ranks}, updates) for ranks, updates in ((7, 10), (14, 5), (21, 4), (28, 3))],
+    *[(123, 4, epochs, {"accumulation_steps": 5}, updates) for epochs, updates in ((1, 7), (2, 14), (5, 35))],
+    (123, 4, 5, {"accumulation_steps": 5, "last_window": "drop"}, 30),
+    (123, 4, 5, {"accumulation_steps": 5, "last_window": "carry"}, 31),
+    (1024, 8, 1, {"ranks": 4, "global_batch": 256}, 4),
+]
 
 
-# 31 and 30 batches of 4. Hugging Face ends a window with the epoch, Keras counts on over the epochs.
-@pytest.mark.parametrize(
-    "rows,last_window,updates_of_epochs",
-    [
-        (123, "apply", {1: 7, 2: 14, 5: 35}),
-        (123, "drop", {1: 6, 2: 12, 5: 30}),
-        (123, "carry", {1: 6, 2: 12, 5: 31}),
-        *[(120, last_window, {1: 6, 2: 12, 5: 30}) for last_window in ("apply", "drop", "carry")],
-    ],
-)
-def test_123_and_120_rows_with_five_batches_of_4_to_an_update(rows, last_window, updates_of_epochs):
-    for epochs, updates in updates_of_epochs.items():
-        assert plan(rows, 4, epochs, accumulation_steps=5, last_window=last_window).updates == updates
+@pytest.mark.parametrize("rows,batch_size,epochs,settings,updates", STATED)
+def test_updates_are_those_that_other_libraries_state(rows, batch_size, epochs, settings, updates):
+    got = plan(dataset_size=rows, batch_size=batch_size, epochs=epochs, **settings)
+    assert got.updates == updates and type(got.updates) is int
 
 
-def test_a_global_batch_of_256_on_4_ranks_with_batches_of_8_takes_8_batches():
-    got = plan(1024, 8, ranks=4, global_batch=256)
-    assert (got.accumulation_steps, got.rows_per_update, got.update_rows) == (8, 256, [256] * 4)
-
-
-@dataclasses.dataclass
-class Simulation:
-    """A loop over the batches of all ranks."""
-
-    rank_rows: list
-    batch_size: int
-    window: int
-    last_window: str
-    drop_remainder: bool
-
-    def run(self, epochs=None, steps=None):
-        self.updates, self.per_epoch, open_window, self.batches, number = [], Counter(), [], 0, 0
-        while number != epochs and self.batches != steps:
-            for rows in self.epoch():
-                open_window.append(rows)
-                self.batches += 1
-                if len(open_window) == self.window:
-                    self.update(number, open_window)
-                if self.batches == steps:
-                    break
-            if self.last_window == "apply" and open_window:
-                self.update(number, open_window)
-            if self.last_window == "drop":
-                open_window.clear()
-            number += 1
-        return self
-
-    def epoch(self):
-        left = list(self.rank_rows)
-        while any(rows >= (self.batch_size if self.drop_remainder else 1) for rows in left):
-            taken = [min(rows, self.batch_size) for rows in left]
-            if self.drop_remainder:
-                taken = [rows if rows == self.batch_size else 0 for rows in taken]
-            left = [rows - used for rows, used in zip(left, taken)]
-            yield sum(taken)
-
-    def update(self, epoch, open_window):
-        self.updates.append(list(open_window))
-        self.per_epoch[epoch] += 1
-        open_window.clear()
-
-
-LENGTHS = st.one_of(
-    st.fixed_dictionaries({"epochs": st.integers(1, 4)}), st.fixed_dictionaries({"steps": st.integers(1, 40)})
-)
+def updates_of_epochs(lengths, window, last_window):
+    """Loop over the batches of each epoch, and return the updates of each."""
+    found, is_open = [], 0
+    for length in lengths:
+        updates = 0
+        for _ in range(length):
+            is_open += 1
+            if is_open == window:
+                updates, is_open = updates + 1, 0
+        if last_window != "carry":
+            updates += last_window == "apply" and is_open > 0
+            is_open = 0
+        found.append(updates)
+    return found
 
 
 @settings(max_examples=300, deadline=None)
@@ -115,124 +62,121 @@ LENGTHS = st.one_of(
     window=st.integers(1, 6),
     last_window=st.sampled_from(["apply", "drop", "carry"]),
     drop_remainder=st.booleans(),
-    length=LENGTHS,
+    length=st.one_of(st.tuples(st.just("epochs"), st.integers(1, 4)), st.tuples(st.just("steps"), st.integers(1, 40))),
 )
 def test_counting_agrees_with_a_loop(rows, ranks, missing, batch_size, window, last_window, drop_remainder, length):
-    rank_rows = [max(rows, batch_size) if drop_remainder else rows] * ranks
-    done = Simulation(rank_rows, batch_size, window, last_window, drop_remainder).run(**length)
+    rows = max(rows, batch_size) if drop_remainder else rows
+    batches = [batch for batch in range(0, rows, batch_size) if not drop_remainder or batch + batch_size <= rows]
+    epochs = [len(batches)] * length[1]
+    if length[0] == "steps":
+        whole, rest = divmod(length[1], len(batches))
+        epochs = [len(batches)] * whole + [rest] * (rest > 0)
+    updates = updates_of_epochs(epochs, window, last_window)
     got = TrainingPlan(
         # MindSpore's shards repeat what the last one lacks.
-        dataset_size=sum(rank_rows) - missing % ranks,
+        dataset_size=rows * ranks - missing % ranks,
         ranks=ranks,
         batch_size=batch_size,
         accumulation_steps=window,
         last_window=last_window,
         drop_remainder=drop_remainder,
-        **length,
+        **dict([length]),
     )
-    assert got.batches == done.batches
-    assert got.updates == len(done.updates)
-    assert got.updates_per_epoch == max(done.per_epoch.values(), default=0)
-    assert got.update_rows == [sum(rows) for rows in done.updates]
-    assert got.unused_batches == done.batches - sum(map(len, done.updates))
-    assert got.dropped_rows == sum(rank_rows) - sum(done.epoch())
+    assert (got.batches_per_epoch, got.batches) == (len(batches), sum(epochs))
+    assert (got.updates, got.updates_per_epoch) == (sum(updates), max(updates))
     assert str(got)
 
 
 @pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize("rows,ranks", [(10, 1), (10, 3), (11, 4), (8, 4)])
-def test_ranks_have_the_rows_that_mindspores_shards_have(rows, ranks, drop_remainder):
-    got = plan(rows, 2, ranks=ranks, drop_remainder=drop_remainder)
-    batch_rows, seen = Counter(), Counter()
+def test_ranks_have_the_batches_that_mindspores_shards_have(rows, ranks, drop_remainder):
+    got = plan(dataset_size=rows, batch_size=2, ranks=ranks, drop_remainder=drop_remainder)
+    lengths = Counter()
     for rank in range(ranks):
         data = NumpySlicesDataset((np.arange(rows),), num_shards=ranks, shard_id=rank, shuffle=False)
-        seen.update(item.item() for (item,) in data.create_tuple_iterator(num_epochs=1, output_numpy=True))
-        data = data.batch(2, drop_remainder=drop_remainder)
-        assert data.get_dataset_size() == got.batches_per_epoch
-        for i, (items,) in enumerate(data.create_tuple_iterator(num_epochs=1, output_numpy=True)):
-            batch_rows[i] += len(items)
-    assert got.update_rows == list(batch_rows.values())
-    assert got.dropped_rows == seen.total() - batch_rows.total()
+        lengths[data.batch(2, drop_remainder=drop_remainder).get_dataset_size()] += 1
+    assert lengths == {got.batches_per_epoch: ranks}
 
 
-RATES = {
-    "a number": lambda plan: [0.01] * plan.updates,
-    "a list": lambda plan: nn.cosine_decay_lr(0.0, 0.01, plan.updates, plan.updates_per_epoch, 2),
-}
-# Rows, rows of a batch, batches of a window, length, what becomes of the last window, other settings, rates.
+# Rows, rows of a batch, batches of a window, length, what becomes of the last window, and other settings.
 RUNS = [
-    (12, 3, 2, {"epochs": 2}, "apply", {}, "a list"),
-    (11, 2, 4, {"epochs": 2}, "apply", {"micro_size": 2}, "a list"),
-    (11, 2, 4, {"epochs": 2}, "drop", {}, "a list"),
-    (11, 2, 4, {"epochs": 3}, "carry", {}, "a number"),
-    (11, 2, 3, {"epochs": 2}, "apply", {"drop_remainder": True}, "a list"),
-    (10, 2, 3, {"steps": 6}, "apply", {}, "a number"),
-    (10, 2, 3, {"steps": 9}, "drop", {}, "a number"),
+    (11, 2, 4, {"epochs": 2}, "apply", {}),
+    (11, 2, 4, {"epochs": 2}, "drop", {}),
+    (11, 2, 4, {"epochs": 3}, "carry", {}),
+    (11, 2, 3, {"epochs": 2}, "apply", {"drop_remainder": True}),
+    (10, 2, 3, {"steps": 9}, "drop", {}),
 ]
 
 
-@pytest.mark.parametrize("rows,batch_size,window,length,last_window,others,rates", RUNS)
-def test_a_training_does_what_was_planned(rows, batch_size, window, length, last_window, others, rates):
+@pytest.mark.parametrize("rows,batch_size,window,length,last_window,others", RUNS)
+def test_a_training_does_what_was_planned(rows, batch_size, window, length, last_window, others):
     network = line()
-    planned = TrainingPlan(
-        dataset_size=rows,
-        batch_size=batch_size,
-        accumulation_steps=window,
-        last_window=last_window,
-        **length,
-        **others,
-    )
-    # As many rates as there are updates.
-    learning_rates = RATES[rates](planned)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), others.get("micro_size", 1))
-    optimizer = nn.SGD(network.trainable_params(), learning_rates)
-    model = Model(loss_cell, optimizer=optimizer, accumulation_steps=window, last_window=last_window)
-    outputs = record_updates(model)
+    counted = {"accumulation_steps": window, "last_window": last_window}
+    planned = TrainingPlan(dataset_size=rows, batch_size=batch_size, **counted, **length, **others)
+    optimizer = sgd(network)
+    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer, **counted)
     x = np.linspace(-1, 1, rows, dtype=np.float32).reshape(rows, 1)
     data = NumpySlicesDataset((x, 2 * x), shuffle=False)
     data = data.batch(batch_size, drop_remainder=others.get("drop_remainder", False))
     recorder = Recorder(stop_after=length.get("steps"))
     model.train(length.get("epochs", 100), data, recorder)
-
     assert planned.updates > 1
     assert planned.batches_per_epoch == data.get_dataset_size()
     assert planned.batches == len(recorder.outputs)
-    assert planned.updates == len(outputs) == optimizer.global_step.asnumpy().item()
-    assert planned.update_rows == [int(output.weight.asnumpy()) for output in outputs]
-    np.testing.assert_allclose(learning_rates, [o.learning_rate.asnumpy() for o in outputs], rtol=1e-6)
+    assert planned.updates == optimizer.global_step.asnumpy().item()
 
 
-def record_updates(model):
-    """Return the list into which the outputs of all updates will go, of those too that no callback sees."""
-    outputs, window = [], model.train_network.body.window
-    close = window.close
-
-    def recorded_close(*clips):
-        outputs.append(close(*clips))
-        assert outputs[-1].updated.asnumpy()
-        return outputs[-1]
-
-    window.close = recorded_close
-    return outputs
+def test_a_plan_is_a_dataclass_and_can_be_planned_again():
+    got = plan(dataset_size=1024, ranks=4, global_batch=256)
+    assert dataclasses.asdict(got)["updates"] == 4 and "updates=4" in repr(got)
+    assert dataclasses.replace(got, epochs=1) == got != dataclasses.replace(got, epochs=2)
 
 
-def test_the_memory_of_a_plan_is_that_of_one_epoch_and_of_the_updates():
-    tracemalloc.start()
-    got = plan(10**5, 1, epochs=1000, accumulation_steps=1000)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert got.batches == 10**8 and got.update_rows == 10**5 * [1000] and peak < 10**8
+COUNTS = {
+    "batch_size": "It counts the rows of one batch on one rank.",
+    "ranks": "It counts the processes; 1 is a single one.",
+    "accumulation_steps": "It counts the batches of one update; 1 means an update per batch.",
+    "global_batch": "It counts the rows of one update on all ranks together.",
+    "epochs": "It counts the passes over the data.",
+    "dataset_size": "It counts the rows of the data.",
+}
+WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+MULTIPLE = "a multiple of batch_size * ranks = 32"
+NEAREST = "Use 224 (accumulation_steps=7) or 256 (accumulation_steps=8)."
+SHORT = {"drop_remainder": True, "ranks": 2, "dataset_size": 14}
+# The settings, whose last one is refused, and what is said: the rule, the value, the way out.
+REFUSED = [
+    (SHORT, "at least one batch of 8 rows on each rank", "7 rows on each", "Use drop_remainder=False."),
+    ({"ranks": 4, "global_batch": 250}, MULTIPLE, "250", NEAREST),
+    ({"ranks": 4, "global_batch": 25}, MULTIPLE, "25", "Use 32 (accumulation_steps=1)."),
+    ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3", "Give one of the two."),
+    ({"drop_remainder": 1}, "a bool", "1 of type int", "It is the argument of Dataset.batch()."),
+    ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'", WINDOW),
+    *[({name: "8"}, "a positive int", "'8' of type str", remedy) for name, remedy in COUNTS.items()],
+    ({"ranks": None}, "a positive int", "None of type NoneType", COUNTS["ranks"]),
+    ({"epochs": None, "steps": 0}, "a positive int", "0", "It counts the batches to train on."),
+]
 
 
-def test_a_plan_is_a_dataclass():
-    got = plan(10, 2, accumulation_steps=2)
-    assert dataclasses.asdict(got)["updates"] == 3
-    assert dataclasses.asdict(got)["update_rows"] == [4, 4, 2]
-    assert dataclasses.replace(got, epochs=2) == plan(10, 2, 2, accumulation_steps=2)
-    assert hash(got) != hash(dataclasses.replace(got, epochs=2))
-    assert "updates=3" in repr(got)
+@pytest.mark.parametrize("settings,rule,got,remedy", REFUSED)
+def test_wrong_settings_are_refused(settings, rule, got, remedy):
+    name = list(settings)[-1]
+    error = TypeError if " of type " in got else ValueError
+    with raises(error, f"For 'TrainingPlan', the argument '{name}' must be {rule}, but got {got}. {remedy}"):
+        plan(**settings)
 
 
-def test_a_plan_with_a_global_batch_can_be_planned_again():
-    got = plan(1024, 8, ranks=4, global_batch=256)
-    assert dataclasses.replace(got, epochs=1) == got
+@pytest.mark.parametrize("settings,got", [({"epochs": None}, "neither"), ({"steps": 3}, "epochs=1 and steps=3")])
+def test_either_epochs_or_steps_are_given(settings, got):
+    sentence = f"For 'TrainingPlan', either epochs or steps must be given, but got {got}. Say how long it trains."
+    with raises(ValueError, sentence):
+        plan(**settings)
+
+
+def test_the_text_of_a_plan():
+    assert str(plan(dataset_size=1001, epochs=3, ranks=4, accumulation_steps=5, last_window="drop")) == (
+        "data     1001 rows for 4 ranks in batches of 8\n"
+        "epochs   3 of 32 batches on each rank: 96 batches\n"
+        "window   5 batches on each rank: 160 rows\n"
+        "updates  18: 6 per epoch"
+    )

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import mindspore as ms
 import pytest
 from self_test_cells import IN_BUILD, few_jobs, going, run, tried
+from shared_process import SharedJob
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
@@ -35,6 +34,7 @@ REASON = "this CPU has no matrix product in bfloat16"
 def nothing_stays_behind():
     before = set(processes_with(IN_JOB))
     yield
+    SharedJob.end()
     deadline = time.monotonic() + 20
     while set(processes_with(IN_JOB)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -50,13 +50,14 @@ def faults_of(cell):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The command on this machine: the exit status, the JSON and what is printed."""
+    """The command on this machine: the exit status, the JSON and what is printed. In the last cell a rank dies."""
     file = tmp_path_factory.mktemp("self_test") / "found.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = []
         patch.setattr(command.tqdm, "write", lines.append)
         cells = [tried(cell, *faults_of(cell)) for cell in all_cells()]
+        cells.append(replace(going("dies"), parallel="data parallel"))
         patch.setattr("ms_gradaccum.tools.self_test.self_test.all_cells", lambda: cells)
         patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", few_jobs)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
@@ -65,11 +66,12 @@ def whole(tmp_path_factory):
 
 def test_all_that_can_be_tried_here_passes(whole):
     status, found, lines = whole
-    assert [cell for cell in found["cells"] if cell["outcome"] == "failed"] == []
+    (died,) = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
+    assert died["name"] == "dies" and died["said"].startswith("its process ended: ")
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
     assert skipped == {REASON, "CPU has no semi-auto-parallel"}
-    assert status == 0 and found["seconds"] > 1
-    assert len(lines) == len(found["cells"]) == len(all_cells()) <= 12
+    assert status == 1 and found["seconds"] > 1
+    assert len(lines) == len(found["cells"]) == len(all_cells()) + 1 <= 13
 
 
 def test_the_file_says_where_and_what(whole):
@@ -109,7 +111,7 @@ def test_jobs_of_several_fail_in_a_broken_build(whole):
     _, found, _ = whole
     tried_in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
     said = [cell["said"] for cell in tried_in_jobs if cell["outcome"] == "passed"]
-    assert len(said) == len(tried_in_jobs) - 1  # That of semi-auto-parallel.
+    assert len(said) == len(tried_in_jobs) - 2  # That of semi-auto-parallel, and the one that dies.
     assert sum(text.count(f"{IN_BUILD}division: failed") for text in said) == len(said)
     assert sum(text.count(f"{IN_BUILD}reduction: failed") for text in said) == 1
 
@@ -118,27 +120,31 @@ def quietly(cells, **settings):
     return self_test(cells=cells, show=lambda line: None, **{"timeout": 300, **settings})["cells"]
 
 
-def test_what_raises_hangs_or_dies_takes_only_itself_with_it(tmp_path, monkeypatch):
-    # The time is over as soon as the other process has answered, and somebody has looked since.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    answers = [0]
+class LateJob(SharedJob):
+    """A process that answers once, and then no more."""
 
-    def monotonic():
-        # The first report is that of the machine.
-        answers.append(len(list(tmp_path.glob("*/report_1_0"))))
-        return 1e6 * answers[-2]
+    def wait(self, timeout, watch):
+        watch()
+        if self.received:
+            raise TimeoutError("1 of 2 processes")
+        return super().wait(300, watch)
 
-    monkeypatch.setattr("ms_gradaccum.tools.processes.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    hangs = replace(going("hangs"), parallel="data parallel")
-    raised, died, hung, well = quietly([going("raises"), going("dies"), hangs, going("well")], timeout=45)
-    assert well["outcome"] == "passed"
-    assert (raised["outcome"], raised["said"]) == ("failed", "OSError: no such data")
-    assert died["outcome"] == "failed" and died["said"].startswith("its process ended")
-    assert hung["outcome"] == "failed"
+
+def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
+    jobs, told = [LateJob, SharedJob, SharedJob], []
+    monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", lambda *task: jobs.pop(0)(*task))
+    cells = [going("well"), going("raises"), going("well")]
+    hung, raised, well = quietly(cells, timeout=45, tell=told.append)
     assert hung["said"].startswith("it hangs: 1 of 2 processes have not answered within 45 s")
+    assert (raised["outcome"], raised["said"]) == ("failed", "OSError: no such data")
+    assert (hung["outcome"], well["outcome"]) == ("failed", "passed")
+    # It says again and again where it is, so that a clock beside it goes on.
+    assert told.count("1 of 3: well, float32, GRAPH") >= 2
+    assert list(dict.fromkeys(text[:6] for text in told)) == ["1 of 3", "2 of 3", "3 of 3"]
 
 
-def test_a_device_that_is_not_there_fails_each_cell():
+def test_a_device_that_is_not_there_fails_each_cell(monkeypatch):
+    monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", SharedJob)
     outcomes = quietly([going("well"), going("well")], device="Ascend")
     assert [cell["outcome"] for cell in outcomes] == ["failed"] * 2
     assert "Ascend" in outcomes[0]["said"]

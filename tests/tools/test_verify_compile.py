@@ -181,19 +181,6 @@ def test_what_a_run_leaves_in_attributes_is_taken_back():
     assert network.losses is losses
 
 
-def test_attributes_are_given_back_after_an_error(eager):
-    class Fails(Remembers):
-        def construct(self, x, y):
-            self.extra = 1
-            super().construct(x, y)
-            raise ValueError("too late")
-
-    network = Fails()
-    with pytest.raises(ValueError, match="too late"):
-        verify(network, batch(), 2)
-    assert (network.last, network.losses) == (None, []) and not hasattr(network, "extra")
-
-
 def test_an_inf_cannot_be_compared():
     class NotFinite(Line):
         def construct(self, x, y):
@@ -238,27 +225,6 @@ def test_a_named_tuple_loses_its_gradient_in_a_graph():
     (cause,) = compiled(Takes(), (pair(*batch()),)).causes
     assert cause.startswith("The network cannot be compiled: For 'verify', the argument 'compile' must be None")
     assert "Pair, a NamedTuple" in cause
-
-
-class Annealed(Line):
-    def __init__(self):
-        super().__init__()
-        self.alpha = 1.0
-
-    def construct(self, x, y):
-        return super().construct(x, y) * self.alpha
-
-
-def test_pynative_mode_obeys_an_annealed_attribute():
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    network = Annealed()
-    first = verify(network, batch(), 2)
-    network.alpha = 3.0
-    second = verify(network, batch(), 2)
-    assert first.equal and second.equal and first.compiled is None
-    loss = np.mean((X.astype(np.float64) @ [1, -1] + 0.5 - Y) ** 2)
-    assert (first.window_loss, second.window_loss) == (pytest.approx(loss, rel=1e-5), pytest.approx(3 * loss, rel=1e-5))
-    assert first.whole_loss * 3 == pytest.approx(second.whole_loss, rel=1e-5)
 
 
 def test_a_report_in_words():

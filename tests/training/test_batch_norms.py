@@ -165,7 +165,7 @@ def woken_by_model(network, callbacks=None):
         model.train(1, batches(4), callbacks=callbacks)
         model.eval(batches(4))
         model.train(1, batches(4), callbacks=callbacks)
-    return [str(each.message) for each in caught if str(each.message).startswith("For 'Model', a cell ")]
+    return [str(each.message) for each in caught if str(each.message).startswith("For 'Model', train() sets")]
 
 
 TOLD = {

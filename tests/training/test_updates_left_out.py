@@ -46,12 +46,27 @@ class SkippingMomentum(nn.Momentum):
         return norm
 
 
+def global_norm(grads):
+    return ops.sqrt(ops.addn([ops.square(each).sum() for each in grads]))
+
+
+class SkipLargeByFunction(SkipLarge):
+    """The same by a function, after which the compiler drops a branch if the gradients are parameters."""
+
+    def construct(self, grads):
+        norm = global_norm(grads)
+        if norm < LIMIT:
+            self.inner(grads)
+        return norm
+
+
 def around(make):
     return lambda parameters: SkipLarge(make(parameters))
 
 
 MAKERS = {
     "around Momentum": around(lambda parameters: nn.Momentum(parameters, 0.05, 0.9)),
+    "around Momentum, norm by a function": lambda parameters: SkipLargeByFunction(nn.Momentum(parameters, 0.05, 0.9)),
     "around SGD without a count": around(lambda parameters: experimental.SGD(parameters, 0.05)),
     "subclass": lambda parameters: SkippingMomentum(parameters, 0.05, 0.9),
 }

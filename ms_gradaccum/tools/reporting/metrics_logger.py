@@ -28,7 +28,7 @@ class MetricsLogger(StepReporter, Callback):
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
 
     A line is a JSON object with the items of the report, `time` (seconds since 1970) and in a Model `epoch`. An Inf or
-    NaN is ``null``. If the disk is full, a warning says so, and the next report writes the missing lines, too.
+    NaN is ``null``. If the disk is full, a warning says so, and the training goes on without the line.
 
     Args:
         path (Union[str, os.PathLike]): The file to which the lines are appended. Its folder is created if necessary.
@@ -149,32 +149,32 @@ class _JsonLines:
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        self.unwritten = b""  # Lines that could not be written to a full disk.
         self.has_failed = False
-        if self.path.stat().st_size:  # A pipe has no size.
-            with self.path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                # A killed program can leave the start of a line.
-                if file.read() != b"\n":
-                    self.unwritten = b"\n"
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Write a line, preceded by lines that could not be written before."""
+        """Write a line. If the disk is full, warn once."""
         # JSON has no Inf and no NaN.
         plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
-        self.unwritten += json.dumps(plain).encode() + b"\n"
         try:
-            while self.unwritten:
-                # Unbuffered, so that the content of the file is known.
-                with self.path.open("ab", buffering=0) as file:
-                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+            with self.path.open("ab") as file:
+                if self._is_torn():
+                    file.write(b"\n")
+                file.write(json.dumps(plain).encode() + b"\n")
         except OSError as error:
             if not self.has_failed:
                 warn(
                     f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, and "
-                    f"each further report tries it again."
+                    f"reports are missing there."
                 )
             self.has_failed = True
+
+    def _is_torn(self) -> bool:
+        """Return whether a killed program or a full disk has left the start of a line."""
+        if not self.path.stat().st_size:  # A pipe has no size.
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
 
 
 def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:

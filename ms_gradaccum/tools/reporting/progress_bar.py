@@ -3,14 +3,12 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 from mindspore.train import Callback, RunContext
 from tqdm import tqdm
-from tqdm.contrib import DummyTqdmFile
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool
 from ms_gradaccum.parallel.world import current_world
@@ -25,8 +23,8 @@ class ProgressBar(FrozenAfterInit, Callback):
     """Show the epoch, the batches, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
     It is a callback of ``Model.train`` and ``Model.fit``. On a terminal this is tqdm's bar on the standard error
-    stream, with the output of other callbacks above it. Elsewhere (log files, CI) it is the bar's text as a line on the
-    standard output stream, each 10 seconds and at the end. Of several processes only rank 0 shows anything.
+    stream. Elsewhere (log files, CI) it is the bar's text as a line on the standard output stream, each 10 seconds and
+    at the end. Of several processes only rank 0 shows anything.
 
     Args:
         live (bool, optional): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if the
@@ -60,27 +58,21 @@ class ProgressBar(FrozenAfterInit, Callback):
         self._is_built = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        self._close()  # It may be open if one object is given twice, or after an interrupted training.
-        if current_world(_OWNER).rank != 0:
+        self._close()  # It may be open after an interrupted training.
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        if self._bar is not None or current_world(_OWNER).rank != 0:
             return
         is_live = self.live
         if is_live is None:
             is_live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
-        params = run_context.original_args()
-        settings: dict[str, Any] = {"total": params.epoch_num * params.batch_num, "unit": "batch"}
-        settings |= {"miniters": 0, "position": 0}
+        settings: dict[str, Any] = {}
         if not is_live:
-            settings |= {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS}
+            settings = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS}
             settings |= {"leave": False, "disable": False}  # $TQDM_DISABLE is only for bars.
-        bar = _Bar(params, **settings)
-        if bar.disable:
-            return
-        self._bar = bar
-        self._streams = ExitStack()
-        if is_live:
-            # Whole lines of other output go above the bar.
-            self._streams.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
-            self._streams.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
+        bar = _Bar(run_context.original_args(), **settings)
+        if not bar.disable:
+            self._bar = bar
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         if self._bar is not None:
@@ -99,13 +91,6 @@ class ProgressBar(FrozenAfterInit, Callback):
             return
         if self._bar.n != self._bar.last_print_n:
             self._bar.refresh()
-        streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, DummyTqdmFile)]
-        # Otherwise the bar is lines, or the streams were redirected later and stay so.
-        if len(streams) == 2:
-            for stream in streams:
-                if any(getattr(stream, "_buf", [])):  # An unfinished line.
-                    stream.write("\n")
-            self._streams.close()
         self._bar.close()
         self._bar = None
 
@@ -114,13 +99,14 @@ class _Bar(tqdm):
     """The bar of a training. It reads outputs only when it is drawn, since reading a loss waits for the device."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
-        self.first_step = params.cur_step_num
-        self.last_epoch = 0  # Set at the first step.
+        # A training that goes on begins in a later epoch, and perhaps in the middle of it.
+        self.epochs = params.cur_epoch_num - 1 + params.epoch_num
         self.events = getattr(params.train_network, "events", None)
         self.updates_before = 0 if self.events is None else self.events.updates
         self.loss: object = None
         self.last_update: StepOutput | None = None
-        super().__init__(**settings)
+        done = (params.cur_epoch_num - 1) * params.batch_num + params.cur_step_num % params.batch_num
+        super().__init__(total=self.epochs * params.batch_num, initial=done, unit="batch", miniters=0, **settings)
 
     def step(self, params: Any) -> None:
         """Show the outputs of a step of a Model."""
@@ -128,10 +114,9 @@ class _Bar(tqdm):
         self.loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         if isinstance(outputs, StepOutput) and outputs.ends_window:
             self.last_update = outputs
-        # The first epoch of a resumed training is not epoch 1.
-        self.last_epoch = self.last_epoch or params.cur_epoch_num - 1 + params.epoch_num
-        self.set_description(f"epoch {params.cur_epoch_num}/{self.last_epoch}", refresh=False)
-        self.update(params.cur_step_num - self.first_step - self.n)
+        self.set_description(f"epoch {params.cur_epoch_num}/{self.epochs}", refresh=False)
+        batch = (params.cur_step_num - 1) % params.batch_num + 1
+        self.update((params.cur_epoch_num - 1) * params.batch_num + batch - self.n)
 
     @property
     def format_dict(self) -> dict[str, Any]:

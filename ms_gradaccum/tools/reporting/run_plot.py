@@ -1,24 +1,25 @@
 """Plots of the files of a MetricsLogger."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 
-# The items of each panel, and what they are called where a panel has several.
+# The item of each panel, by its names. Files of version 0.2.0 have a list of several learning rates.
 _PANELS = {
-    "loss": {"loss": ""},
-    "learning rate": {"learning_rate": "", "learning_rate_min": "smallest", "learning_rate_max": "largest"},
-    "gradient norm": {"grad_norm": "before clipping", "clipped_grad_norm": "after clipping"},
-    "weight norm": {"weight_norm": ""},
+    "loss": ("loss",),
+    "learning rate": ("learning_rate", "learning_rate_max"),
+    "gradient norm": ("grad_norm",),
+    "weight norm": ("weight_norm",),
 }
-# A wide, pale line below a thin one, so that both are visible where they coincide.
-_WIDE_LINE = {"linewidth": 4, "alpha": 0.35}
+# A later line leaves gaps, through which an equal one below it is seen.
+_STYLES = ("-", "--", "-.", ":")
 _FEW_REPORTS = 50  # Of fewer ones each is a dot, too, or a single report would be invisible.
 _WIDE_RANGE = 20  # From this range on, the axis is logarithmic.
 
@@ -48,60 +49,38 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         # pyplot is not used because it keeps global state and may open a window.
         from matplotlib.figure import Figure
     except ImportError as error:
-        remedy = "Install it with: pip install 'ms_gradaccum[plot]'."
+        remedy = "Install it with: pip install matplotlib."
         raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
     runs = {str(path): read_run(path) for path in paths}
     panels = {}
-    for title, kinds in _PANELS.items():
-        curves = _curves(runs, kinds)
-        if title == "loss" or any(curve.varies for curve in curves):
+    for title, names in _PANELS.items():
+        curves = [_values_of(run, names) for run in runs.values()]
+        values = np.concatenate(curves)
+        if title == "loss" or len(set(values[np.isfinite(values)])) > 1:
             panels[title] = curves
     figure = Figure(figsize=(10, 4 * len(panels)), dpi=100, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, curves) in zip(all_axes, panels.items()):
-        for curve in curves:
-            axes.plot(curve.updates, curve.values, **curve.style)
+        for number, (path, run) in enumerate(runs.items()):
+            updates = [report["update"] for report in run]
+            style = _STYLES[number % len(_STYLES)]
+            marker = "." if len(run) < _FEW_REPORTS else ""
+            axes.plot(updates, curves[number], label=path, linestyle=style, marker=marker)
         low, high = axes.dataLim.intervaly
         if 0 < low < high / _WIDE_RANGE:
             axes.set_yscale("log")
         axes.set_ylabel(title)
         axes.grid(True, alpha=0.3)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small")
+    if len(runs) > 1:
+        all_axes[0].legend(fontsize="small")
     all_axes[-1].set_xlabel("update")
     figure.savefig(output, format="png")
 
 
-class _Curve(NamedTuple):
-    updates: list[int]
-    values: Array
-    style: dict[str, Any]
-
-    @property
-    def varies(self) -> bool:
-        return bool(np.nanmin(self.values) < np.nanmax(self.values))
-
-
-def _curves(runs: Mapping[str, Run], kinds: Mapping[str, str]) -> list[_Curve]:
-    """Return the curves of a panel."""
-    if "grad_norm" in kinds and not any(map(_is_clipped, runs.values())):
-        kinds = {"grad_norm": ""}
-    curves = []
-    for number, (path, run) in enumerate(runs.items()):
-        for name, kind in kinds.items():
-            # Files of version 0.2.0 have a list of several learning rates.
-            values = np.array([np.max(np.array(report.get(name), float)) for report in run])
-            if np.isnan(values).all():
-                continue
-            names = [path, kind] if len(runs) > 1 else [kind]
-            style: dict[str, Any] = {"color": f"C{number}", "label": ", ".join(filter(None, names)) or None}
-            if len(run) < _FEW_REPORTS:
-                style["marker"] = "."
-            if kind == "before clipping":
-                style |= _WIDE_LINE
-            curves.append(_Curve([report["update"] for report in run], values, style))
-    return curves
-
-
-def _is_clipped(run: Run) -> bool:
-    return any(report.get("clipped_grad_norm") not in (None, report.get("grad_norm")) for report in run)
+def _values_of(run: Run, names: Sequence[str]) -> Array:
+    """Return an item of each report, NaN where it has none, and the largest where it has several."""
+    values = []
+    for report in run:
+        known = [report[name] for name in names if report.get(name) is not None]
+        values.append(np.max(np.array(known or math.nan, float)))
+    return np.array(values)

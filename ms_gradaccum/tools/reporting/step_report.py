@@ -58,8 +58,11 @@ class StepReport:
         rates = items["learning_rate"]
         if isinstance(rates, tuple):
             items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
-        known = {name: value for name, value in items.items() if value is not None}
-        return {name: value if isinstance(value, float) else int(value) for name, value in known.items()}
+        numbers = {}
+        for name, value in items.items():
+            if value is not None:
+                numbers[name] = value if isinstance(value, float) else int(value)
+        return numbers
 
 
 class StepReporter(FrozenAfterInit):

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -16,7 +17,7 @@ from ms_gradaccum._checks import check_choice, check_positive_float, check_posit
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.device import DEVICES, can_partition, is_host, this_device
 from ms_gradaccum.tools.environment import describe
-from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError
+from ms_gradaccum.tools.processes import EndedError, Job, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
 from ms_gradaccum.tools.self_test.trials import all_cells
 
@@ -46,25 +47,34 @@ def self_test(
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
     start = time.monotonic()
-    results = []
+    results: list[Result] = []
     facts: Result = {}
     with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as folder:
-        settings: dict[str, Any] = {"workers": workers, "device": device, "folder": folder}
         planned = []
         for cell in all_cells() if cells is None else cells:
-            planned.append(replace(cell, size=1 if cell.parallel == ALONE else workers, **settings))
+            size = 1 if cell.parallel == ALONE else workers
+            planned.append(replace(cell, size=size, workers=workers, device=device, folder=folder))
+
+        def tell_cell(cell: Cell) -> None:
+            tell(f"{len(results) + 1} of {len(planned)}: {cell.title}")
+
         begin = start
-        for cell, outcome in _outcomes(planned, timeout, tell, facts):
+        for cell, outcome in _outcomes(planned, timeout, tell_cell, facts):
             result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
             result |= {"processes": cell.size, **outcome, "seconds": _seconds_since(begin)}
             results.append(result)
             show(f"{cell.title:72} {result['outcome']:8}{result['seconds']:6.1f} s  {result['said']}")
             begin = time.monotonic()
-    found: Result = {"format": _FORMAT, "device": device, "workers": workers, "seconds": _seconds_since(start)}
-    found["environment"] = facts.get("environment", {})
-    for kind in _OUTCOMES:
-        found[kind] = sum(result["outcome"] == kind for result in results)
-    return {**found, "cells": results}
+    counts = {kind: sum(result["outcome"] == kind for result in results) for kind in _OUTCOMES}
+    return {
+        "format": _FORMAT,
+        "device": device,
+        "workers": workers,
+        "seconds": _seconds_since(start),
+        "environment": facts.get("environment", {}),
+        **counts,
+        "cells": results,
+    }
 
 
 def summary(found: Result) -> str:
@@ -78,7 +88,7 @@ def _seconds_since(start: float) -> float:
 
 
 def _outcomes(
-    cells: Sequence[Cell], timeout: float, tell: Callable[[str], None], facts: Result
+    cells: Sequence[Cell], timeout: float, tell: Callable[[Cell], None], facts: Result
 ) -> Iterator[tuple[Cell, Result]]:
     """Yield the outcome of each cell. Cells in a row on as many processes share a job.
 
@@ -98,25 +108,24 @@ def _outcomes(
                 is_whole = True
                 while waiting and is_whole:
                     cell = waiting.pop(0)
-                    tell(cell.title)
-                    outcome, is_whole = _outcome_in(job, timeout, facts)
+                    outcome, is_whole = _outcome_in(job, timeout, partial(tell, cell), facts)
                     yield cell, outcome
 
 
-def _outcome_in(job: Job, timeout: float, facts: Result) -> tuple[Result, bool]:
+def _outcome_in(job: Job, timeout: float, tell: Callable[[], None], facts: Result) -> tuple[Result, bool]:
     """Return the outcome of a job's next cell, and whether the job can run another one."""
     try:
         if job.received == 0:
-            facts.update(job.wait(timeout)[0])
-        reports = job.wait(timeout)
+            facts.update(job.wait(timeout, tell)[0])
+        reports = job.wait(timeout, tell)
     except RankError as error:
         return _result("failed", error.line), False
     except TimeoutError as late:
         said = f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended"
         return _result("failed", said), False
     except EndedError:
-        lines = [line.strip() for line in job.last_words().splitlines() if line.strip()]
-        return _result("failed", f"its process ended: {lines[-1] if lines else 'it said nothing'}"), False
+        lines = job.last_words().split("\n")
+        return _result("failed", f"its process ended: {lines[-1] or 'it said nothing'}"), False
     return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0)), True
 
 
@@ -131,7 +140,7 @@ def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
     return ""
 
 
-def try_cells(meeting: Meeting, cells: list[dict[str, Any]]) -> Iterator[Result]:
+def try_cells(cells: list[dict[str, Any]]) -> Iterator[Result]:
     """Run cells in one of their processes. Yield the facts about the machine, then the outcome of each cell."""
     planned = [Cell(**cell) for cell in cells]
     first = planned[0]
@@ -141,7 +150,6 @@ def try_cells(meeting: Meeting, cells: list[dict[str, Any]]) -> Iterator[Result]
     if first.size > 1:
         init()
         rank = get_rank()
-    meeting.join(rank)
     yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
     for cell in planned:
         yield try_cell(replace(cell, rank=rank))

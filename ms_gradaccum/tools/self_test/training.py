@@ -13,6 +13,8 @@ from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.device import product_dtype
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.backend.tolerances import TOLERANCES
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
+from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, ParallelChoice
 from ms_gradaccum.tools.whole_batch import Run, WholeBatch, relative_differences, total_norm
@@ -125,20 +127,29 @@ class Training:
         whole_loss: nn.Cell | None = None,
         batch: Callable[[int, int], Arrays] = rows_of,
         around: Callable[[nn.Cell], nn.Cell] = lambda cell: cell,
-        **settings: Any,
+        window: int = 1,
+        max_norm: float | None = None,
+        mixed_precision: MixedPrecision | None = None,
     ) -> None:
         self.cell = cell
         self.whole_loss = whole_loss or nn.MSELoss()
         self.batch = batch
-        self.settings = settings
+        self.window = window
+        self.max_norm = max_norm
         self.network = perceptron()
         self.losses: list[float] = []
         self.norms: list[float] = []
         # Built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
         network = around(GradAccumulation(loss(self.network), _MICRO_SIZE))
-        parallel = _KINDS.get(cell.parallel, "auto")
-        self.step = TrainOneStepCell(network, optimizer, parallel=parallel, **settings).set_train()
+        self.step = TrainOneStepCell(
+            network,
+            optimizer,
+            accumulation_steps=window,
+            clip=None if max_norm is None else ClipByGlobalNorm(max_norm),
+            mixed_precision=mixed_precision,
+            parallel=_KINDS.get(cell.parallel, "auto"),
+        ).set_train()
 
     def feed(self, *numbers: int) -> "Training":
         """Train this process's rows of batches, and record the reports of the updates."""
@@ -156,27 +167,23 @@ class Training:
 
     def compared(self, part: Callable[[int, Array], Array] = lambda index, value: value) -> Found:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
-        start = [part(i, value) for i, value in enumerate(values_of(perceptron()))]
         network = perceptron()
-        whole = self._train_whole(network)
+        start = [part(i, value) for i, value in enumerate(values_of(network))]
+        losses, norms = self._train_whole(network)
         values = [part(i, value) for i, value in enumerate(values_of(network))]
-        whole = whole._replace(changes=list(map(np.subtract, values, start)))
+        whole = Run(losses, list(map(np.subtract, values, start)), norms=norms)
         changes = list(map(np.subtract, values_of(self.network), start))
         found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
         worst = max(found, key=lambda name: found[name])
         # The parameters are rounded in each of two updates.
         largest = max(float(np.abs(value).max()) for value in values)
         moved = max(float(np.abs(change).max()) for change in whole.changes)
-        terms = self.cell.rows * self._window * _HIDDEN
+        terms = self.cell.rows * self.window * _HIDDEN
         allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), terms, _ROUNDINGS)
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / moved
         return Found(found[worst], allowed, worst)
 
-    @property
-    def _window(self) -> int:
-        return int(self.settings.get("accumulation_steps", 1))
-
-    def _train_whole(self, network: nn.Cell) -> Run:
+    def _train_whole(self, network: nn.Cell) -> tuple[list[float], list[float]]:
         """Train a network with MindSpore's own step. Return the losses and norms of the updates that ours has made."""
         parameters = network.trainable_params()
         optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
@@ -184,15 +191,15 @@ class Training:
         losses = []
         norms = []
         with op_by_op():
-            whole = WholeBatch("test", loss_cell, parameters, optimizer, self.settings.get("clip"))
-            for first in (0, self._window):
-                batches = [self.batch(number, self.cell.rows) for number in range(first, first + self._window)]
+            whole = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
+            for first in (0, self.window):
+                batches = [self.batch(number, self.cell.rows) for number in range(first, first + self.window)]
                 joined = map(np.concatenate, zip(*batches))
                 loss_value, grads = whole.train(*map(Tensor, joined))
                 losses.append(loss_value)
                 norms.append(total_norm(grads))
         own = slice(2 - len(self.losses), None)
-        return Run(losses[own], [], norms=norms[own])
+        return losses[own], norms[own]
 
 
 def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:

@@ -15,7 +15,6 @@ from ms_gradaccum.backend.mindspore_private import load_tensor_by_layout
 from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell, Training, labelled_rows, values_of
@@ -50,7 +49,7 @@ def plain(cell: Cell) -> Found:
 
 def clipped(cell: Cell) -> Found:
     """Make two updates of two batches each, clipped."""
-    return Training(cell, accumulation_steps=2, clip=ClipByGlobalNorm(_MAX_NORM)).feed(0, 1, 2, 3).compared()
+    return Training(cell, window=2, max_norm=_MAX_NORM).feed(0, 1, 2, 3).compared()
 
 
 def tokens(cell: Cell) -> Found:
@@ -77,7 +76,7 @@ def overflow(cell: Cell) -> Found:
 
 def resume(cell: Cell) -> Found:
     """Save a state in mid-window, load it into a newly built training, and continue."""
-    save_state(Training(cell, accumulation_steps=2).feed(0, 1, 2).step, Path(cell.folder, _STATE))
+    save_state(Training(cell, window=2).feed(0, 1, 2).step, Path(cell.folder, _STATE))
     return resume_other(cell)
 
 
@@ -85,7 +84,7 @@ def resume_other(cell: Cell) -> Found:
     """Continue from the state that one process has saved in mid-window."""
     if not Path(cell.folder, _STATE).exists():
         raise SkippedCell("one process has saved no state")
-    training = Training(cell, accumulation_steps=2)
+    training = Training(cell, window=2)
     load_state(training.step, Path(cell.folder, _STATE))
     return training.feed(3).compared()
 

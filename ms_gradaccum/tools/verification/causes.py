@@ -32,23 +32,22 @@ def causes_of(
         )
     norms = _layers(experiment, BATCH_NORMS)
     sentences = [
-        _of_dropout(experiment, whole, rtol),
+        _of_dropout(experiment),
         _of_batch_norm(experiment, norms),
         _of_state(experiment, norms, moved),
         _of_loss(experiment),
         _of_reference(whole, reference, rtol),
     ]
-    found = tuple(text for text in sentences if text)
-    return found or (_UNKNOWN,)
+    return tuple(filter(None, sentences)) or (_UNKNOWN,)
 
 
-def _of_dropout(experiment: Experiment, whole: Run, rtol: float) -> str:
+def _of_dropout(experiment: Experiment) -> str:
     layers = _layers(experiment, DROPOUTS)
-    if not layers or largest_difference(whole, experiment.whole(same_random=False)) <= rtol:
+    if not layers:
         return ""
     return (
-        f"Dropout ({listed([*layers], _NUM_SHOWN)}): two runs of the whole batch differ. Each micro batch draws its "
-        f"own masks, which changes nothing on average. Set p=0 to compare the rest."
+        f"Dropout ({listed([*layers], _NUM_SHOWN)}): each micro batch draws its own masks, which changes nothing on "
+        f"average. Set p=0 to compare the rest."
     )
 
 

@@ -48,11 +48,10 @@ class Start(Snapshot):
         tensors = self.tensors.tensors
         return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
 
-    def begin(self, frozen: tuple[type[nn.Cell], ...], same_random: bool = True) -> None:
+    def begin(self, frozen: tuple[type[nn.Cell], ...]) -> None:
         """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
         self.tensors.put_back()
-        if same_random:
-            self.put_back_random()
+        self.put_back_random()
         for mode in zip(self.cells, self.trained, self.statistics):
             set_mode(*mode)
         evaluate(self.cells, frozen)
@@ -64,7 +63,6 @@ class Experiment:
 
     network: GradAccumulation
     inputs: tuple[Any, ...]
-    reference: nn.Cell | None
     start: Start
     frozen: tuple[type[nn.Cell], ...] = ()  # MindSpore's own cells of these kinds are in evaluation mode.
     compiles: bool = False
@@ -73,7 +71,6 @@ class Experiment:
         self.parameters = ParameterTuple(self.network.trainable_params())
         self.split = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
         self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
-        self.batch = Rows.of(self.inputs, self.network.batch_axis)
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
@@ -81,8 +78,6 @@ class Experiment:
         # The report replaces the warnings about the network.
         advisor = SilentAdvisor(_OWNER, self.network)
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER), advisor)
-        # The steps of the reference (True) and of the network (False).
-        self._whole_steps: dict[bool, WholeBatch] = {}
 
     def window(self) -> Run:
         """Run the window like a training step."""
@@ -95,19 +90,16 @@ class Experiment:
         grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
         return Run([float(buffer.loss * inverse)], grads, self.start.changed())
 
-    def whole(self, *, by_reference: bool = False, same_random: bool = True) -> Run:
-        """Run the whole batch in one piece, compiled or op by op as in training."""
-        self.start.begin(self.frozen, same_random)
-        if by_reference not in self._whole_steps:
-            self._whole_steps[by_reference] = self._whole_step(by_reference)
-        loss, grads = self._whole_steps[by_reference].train(*self.batch.tensors)
-        return Run([loss], grads, self.start.changed())
-
-    def _whole_step(self, by_reference: bool) -> WholeBatch:
-        loss = self.network.whole_loss_of(self.batch.structure)
-        if by_reference:
-            loss = RowWeight(self.reference, self.batch.structure, self.network.losses)
-        return WholeBatch(_OWNER, MeanLoss(loss), self.parameters, code=self.network.network, compiles=self.compiles)
+    def whole(self, reference: nn.Cell | None = None) -> Run:
+        """Run the whole batch in one piece, compiled or op by op as in training, by the network or a reference."""
+        batch = Rows.of(self.inputs, self.network.batch_axis)
+        loss = self.network.whole_loss_of(batch.structure)
+        if reference is not None:
+            loss = RowWeight(reference, batch.structure, self.network.losses)
+        step = WholeBatch(_OWNER, MeanLoss(loss), self.parameters, code=self.network.network, compiles=self.compiles)
+        self.start.begin(self.frozen)
+        loss_value, grads = step.train(*batch.tensors)
+        return Run([loss_value], grads, self.start.changed())
 
     def measure(self) -> str:
         """Return the sentence of training's measurement of the loss, or an empty string."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
-from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.tools.whole_batch import Run, norm_of, parameter_differences, relative
 
@@ -136,11 +135,11 @@ def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
     differing = [entry for entry in entries if entry.differs]
     if not differing:
         return []
-    rows = [("parameter", "kind", "max difference", "relative", ratio)]
+    width = max(len("parameter"), *(len(entry.name) for entry in differing[:_SHOWN]))
+    lines = [f"{'parameter':{width}}  kind      max difference  relative  {ratio}"]
     for entry in differing[:_SHOWN]:
-        numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
-        rows.append((entry.name, entry.kind, *numbers))
-    lines = list(aligned(rows))
+        numbers = f"{entry.max_difference:14.3g}  {entry.relative_difference:8.3g}  {entry.norm_ratio:{len(ratio)}.6g}"
+        lines.append(f"{entry.name:{width}}  {entry.kind:8}  {numbers}")
     if len(differing) > _SHOWN:
         lines.append(f"... and {len(differing) - _SHOWN} more")
     return lines

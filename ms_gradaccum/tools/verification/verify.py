@@ -115,8 +115,8 @@ def verify(
     start = Start(grad_accumulation.network, reference)
     rtol = rtol or TOLERANCES[ms.float16 if start.is_16_bit else ms.float32].tensors
     try:
-        experiment = Experiment(grad_accumulation, inputs, reference, start)
-        report = _report(experiment, rtol)
+        experiment = Experiment(grad_accumulation, inputs, start)
+        report = _report(experiment, reference, rtol)
         if compiles:
             report = replace(report, compiled=_compare_compiled(experiment, rtol))
         return report
@@ -169,21 +169,21 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
         )
 
 
-def _report(experiment: Experiment, rtol: float) -> VerifyReport:
+def _report(experiment: Experiment, reference: nn.Cell | None, rtol: float) -> VerifyReport:
     """Run window and whole batch, compare them, and name causes if they differ."""
     window = experiment.window()
     whole = experiment.whole()
-    reference = None
+    other = None
     expected = whole
-    if experiment.reference is not None:
-        reference = experiment.whole(by_reference=True)
-        expected = reference._replace(state=whole.state)
+    if reference is not None:
+        other = experiment.whole(reference)
+        expected = other._replace(state=whole.state)
     entries = differences(experiment, window, expected, rtol)
     causes: tuple[str, ...] = ()
     is_equal = not any(entry.differs for entry in entries)
     if not is_equal:
         moved = [entry.name for entry in entries if entry.differs and entry.kind == "state"]
-        causes = causes_of(experiment, window, whole, reference, moved, rtol)
+        causes = causes_of(experiment, window, whole, other, moved, rtol)
     return VerifyReport(
         equal=is_equal,
         parameters=tuple(entries),
@@ -197,7 +197,8 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
 
 def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     """Compare the window op by op and compiled, without dropout, because its masks cannot be repeated."""
-    eager, how = replace(experiment, frozen=DROPOUTS), "run op by op"
+    eager = replace(experiment, frozen=DROPOUTS)
+    how = "run op by op"
     try:
         with execution_mode(ms.PYNATIVE_MODE):
             first, again, slow = _run_twice(eager)

@@ -2,6 +2,9 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 from ms_gradaccum.batch.arguments import Batch
 from ms_gradaccum.loops.model import Model
@@ -27,5 +30,6 @@ def simulate(
     """
     builder = Builder.of("simulate", build)._replace(device=["CPU"])
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
-        return simulation_of(devices, job.wait(timeout))
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, stand_ins(Path(folder))):
+        with Job(devices, f"{__package__}.worker:work", task) as job:
+            return simulation_of(devices, job.wait(timeout))

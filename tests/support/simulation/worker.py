@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
@@ -17,12 +18,12 @@ from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
+from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.tools.whole_batch import MeanLoss, WholeBatch
 from ms_gradaccum.training.step_output import OutputFields
 from simulation.comparison import Values, compare
@@ -34,10 +35,17 @@ _OWNER = "simulate"
 _Built = tuple[TrainOneStepCell, tuple[Any, ...]]
 
 
-def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
+class Meeting(NamedTuple):
+    """The folder of a job, and the rank of this process."""
+
+    folder: Path
+    rank: int
+
+
+def work(builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
     """Do the part of one rank, and yield its report."""
     rank, size = connect()
-    meeting.join(rank)
+    meeting = Meeting(Path(os.environ["TMPDIR"]), rank)
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
     # The programs of all devices have the same size, so without `run` one is enough.
@@ -166,6 +174,17 @@ def on_cpu() -> Iterator[None]:
         raise RuntimeError(argument_error(_OWNER, "run", rule, got, remedy)) from error
 
 
+class _ClippedByValue(nn.Cell):
+    """An optimizer behind MindSpore's own function for this clip."""
+
+    def __init__(self, optimizer: nn.Cell, limit: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.limit = optimizer, limit
+
+    def construct(self, grads: tuple[Any, ...]) -> Any:
+        return self.optimizer(ops.clip_by_value(grads, -self.limit, self.limit))
+
+
 def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[list[float], Values]:
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
     # The user's function may have set another mode.
@@ -176,6 +195,9 @@ def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[li
     with graph_mode(), inlined([cell for _, cell in step.network.cells_and_names()]):
         parameters = step.optimizer.parameters
         loss_cell = MeanLoss(step.network.whole_loss_of())
-        whole = WholeBatch(_OWNER, loss_cell, parameters, step.optimizer, step.body.clip)
+        clip, optimizer = step.body.clip, step.optimizer
+        if isinstance(clip, ClipByValue):
+            optimizer = _ClippedByValue(optimizer, clip.limit)
+        whole = WholeBatch(_OWNER, loss_cell, parameters, optimizer, getattr(clip, "max_norm", None))
         losses = [whole.train(*batch)[0] for _ in range(updates)]
     return losses, {each.name: each.asnumpy() for each in step.optimizer.parameters}
