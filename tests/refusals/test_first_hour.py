@@ -122,7 +122,7 @@ def test_a_list_of_batches_is_shown_in_one_line():
 
 
 def of_rows(dataset):
-    """What a Model says of a dataset."""
+    """Return the warnings of a Model about the rows of a dataset."""
     network = line()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GradAccumulationWarning)
