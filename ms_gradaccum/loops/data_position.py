@@ -7,7 +7,7 @@ of Python and NumPy. Both are recorded when a pass begins. A resumed pass restor
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore.dataset as ds
 from mindspore.dataset import Dataset
@@ -111,7 +111,7 @@ def warn_of_single_rows(owner: str, dataset: Dataset) -> None:
         )
 
 
-def first_batch(dataset: Dataset) -> tuple[object, ...]:
+def first_batch(dataset: Dataset) -> tuple[Any, ...]:
     """Return the first batch of a pass that is not trained. The random states stay as they are."""
     before = host_random_states()
     iterator = dataset.create_tuple_iterator(num_epochs=1)
