@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import _c_expression, context, nn
 from mindspore.dataset.core import config
 from mindspore.ops import primitive
-from mindspore.parallel import _auto_parallel_context, _tensor, _utils
+from mindspore.parallel import _auto_parallel_context, _utils
 from mindspore.train import amp, callback
 
 try:
@@ -32,9 +32,6 @@ auto_parallel_context = _auto_parallel_context.auto_parallel_context
 # Give the context the settings of an AutoParallel, and reset them. MindSpore's own step does so around a compilation.
 init_auto_parallel_context = _utils._init_auto_parallel_context
 clear_auto_parallel_context = _utils._clear_auto_parallel_context
-
-# Returns the shard of a tensor for a layout of semi-auto-parallel and a rank.
-load_tensor_by_layout = _tensor._load_tensor_by_layout
 
 # A cell that casts the outputs of a network to float32, as `amp.build_train_network` has it before the loss.
 OutputTo32 = amp._OutputTo32

@@ -7,13 +7,15 @@ import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
+import psutil
 from mindspore import nn
 
-from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, typed
+from ms_gradaccum._checks import check_positive_float, check_positive_int, counted, typed
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.arguments import Batch, as_call
@@ -33,7 +35,6 @@ _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES = 2
 _MOST_WINDOWS = 20
-_NO_MEMORY = "must fit into this machine, but got no memory for them. Make them smaller."
 _OUT_OF_MEMORY = re.compile(
     r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
     r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
@@ -177,19 +178,19 @@ def _search(rows: int, fits: Callable[[int], bool]) -> int | None:
 
 def _too_little(single: Measured, limit: int) -> str:
     """Return the error message for a limit that is too small, from the measurement of single rows."""
-    if single.rows is None:
-        return f"For '{_OWNER}', network, optimizer and batch {_NO_MEMORY}"
-    of_rows = f"single rows (micro_size={single.rows})"
+    takes = f"more than the {size_text(single.cap or 0)}"
     if single.peak:
         takes = f"at least the {size_text(single.peak)}"
-    elif single.is_killed:
-        takes = f"more than the {size_text(single.cap or 0)}"
-    else:
-        return f"For '{_OWNER}', {of_rows} {_NO_MEMORY}"
-    remedy = (
-        f"{size_text(single.loaded or 0)} of it are in use before the first row: shrink network, optimizer or batch."
+    elif not single.is_killed:
+        return (
+            f"For '{_OWNER}', network, optimizer and single rows must fit into this machine, but got no memory for "
+            f"them. Make them smaller."
+        )
+    return (
+        f"For '{_OWNER}', the argument 'memory_limit' must be {takes} that single rows (micro_size={single.rows}) "
+        f"take, but got {size_text(limit)}. {size_text(single.loaded or 0)} of it are in use before the first row: "
+        f"shrink network, optimizer or batch."
     )
-    return argument_error(_OWNER, "memory_limit", f"{takes} that {of_rows} take", size_text(limit), remedy)
 
 
 def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Measured:
@@ -200,8 +201,9 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
     with Job(1, f"{__name__}:work", task) as job:
 
         def watch() -> None:
-            if found.cap is not None and memory_of(job.process.pid, "VmHWM") > found.cap:
-                raise _OverCap
+            with suppress(psutil.NoSuchProcess):
+                if found.cap is not None and psutil.Process(job.process.pid).memory_info().rss > found.cap:
+                    raise _OverCap
 
         try:
             (found,) = job.wait(timeout, moment=_LOOK)
@@ -209,9 +211,10 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
         except _OverCap:
             return found._replace(is_killed=True)
         except TimeoutError:
-            rule = f"more than what two windows of micro_size={micro_size} take"
-            remedy = "Give it more time."
-            raise TimeoutError(argument_error(_OWNER, "timeout", rule, f"{timeout:g} s", remedy)) from None
+            raise TimeoutError(
+                f"For '{_OWNER}', the argument 'timeout' must be more than what two windows of micro_size={micro_size} "
+                f"take, but got {timeout:g} s. Give it more time."
+            ) from None
         except RankError as error:
             if not is_out_of_memory(error.kind, error.text):
                 raise error.here(must_run) from error
@@ -231,7 +234,9 @@ def _check_memory_limit(limit: int | str) -> int:
     if isinstance(limit, str):
         match = _TEXT.fullmatch(limit)
         if match is None:
-            raise ValueError(argument_error(_OWNER, "memory_limit", "a number of bytes", repr(limit), remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'memory_limit' must be a number of bytes, but got {limit!r}. {remedy}"
+            )
         number, prefix, is_binary = match.groups()
         base = 1024 if is_binary else 1000
         limit = int(float(number) * base ** " kmgt".index((prefix or " ").lower()))
@@ -252,27 +257,23 @@ def work(builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator
     # Return memory gaps that building has left, which the training would fill first.
     return_memory()
     Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
-    excess = max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0
     if on_host:
-        found = Measured(training.rows, memory_of("self", "VmRSS"), cap=limit + excess)
+        excess = max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0
+        found = Measured(training.rows, psutil.Process().memory_info().rss, cap=limit + excess)
     else:
         found = Measured(training.rows, ms.runtime.memory_allocated())
     yield found
     training.run()
-    peak = memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()
-    yield found._replace(peak=peak)
+    if on_host:
+        yield found._replace(peak=_resident_peak())
+    else:
+        yield found._replace(peak=ms.runtime.max_memory_allocated())
 
 
-def memory_of(process: int | str, key: str) -> int:
-    """Return the current (VmRSS) or peak (VmHWM) resident memory of a process in bytes; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    for line in lines:
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    return 0
+def _resident_peak() -> int:
+    """Return the peak of this process's resident memory in bytes."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 def size_text(count: int) -> str:

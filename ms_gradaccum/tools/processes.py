@@ -1,5 +1,6 @@
 """Child processes for measurements and tests, and jobs of several. They never outlive the process that started them."""
 
+import builtins
 import ctypes
 import importlib
 import json
@@ -34,8 +35,6 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _MOMENT = 0.2  # The polling interval of a folder. Unit: seconds.
 _LAST_WORDS = 3000  # So many characters of a log are shown.
-# The types of errors that are raised again with their type; all others become a RuntimeError.
-_KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
 
 
 class RankError(Exception):
@@ -53,7 +52,8 @@ class RankError(Exception):
     def here(self, said: str) -> Exception:
         """Return the error to raise here: an error of this package unchanged, for others `said` and the first line."""
         if self.text.startswith("For '"):
-            return _KINDS.get(self.kind, RuntimeError)(self.text)
+            kind: type[Exception] = getattr(builtins, self.kind, RuntimeError)
+            return kind(self.text)
         return RuntimeError(f"{said} got {self.line}")
 
 
@@ -194,7 +194,7 @@ class Job:
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
         texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
         failed = [text for text in texts if "Traceback" in text]
-        return [*failed, *reversed(texts), ""][0][-_LAST_WORDS:]
+        return (failed or texts[-1:] or [""])[0][-_LAST_WORDS:]
 
 
 def serve(folder: str, function: str, task: str) -> None:

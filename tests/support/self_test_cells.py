@@ -47,9 +47,7 @@ def run_and_break(function, faults, cell):
     """Run a cell, and say of each fault whether it fails with it; that is tried op by op where it can be."""
     found = run(function, "", cell)
     for fault in faults:
-        with ExitStack() as stack:
-            if not cell.partitioned:
-                stack.enter_context(quick_mindspore.eagerly())
+        with quick_mindspore.eagerly():
             try:
                 outcome, _ = judge(run(function, fault, cell))
             except RanksDiffer:  # The ranks have found it themselves.

@@ -14,7 +14,6 @@ from PIL import Image
 import ms_gradaccum
 from ms_gradaccum.__main__ import main, parse
 from ms_gradaccum.tools import environment
-from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.reporting.run_plot import draw, read_run
 
 
@@ -143,18 +142,6 @@ def test_a_wrong_command_is_status_2(arguments, capsys):
         main(arguments)
     assert raised.value.code == 2
     assert "usage: python -m ms_gradaccum" in capsys.readouterr().err
-
-
-def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text("def build():\n    pass\n\n\nfrom nosuch.part import x\n")
-    for name in ("argv", "path"):
-        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
-    place = f"{tmp_path}/train.py:build"
-    got = f"got '{place}' without the module nosuch. Install it, or add its folder to PYTHONPATH."
-    with pytest.raises(ValueError, match=re.escape(got)):
-        Builder.of("find_micro_size", place).call()
-    sys.modules.pop("__mp_main__")
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def test_an_error_of_the_network_is_not_taken_for_missing_memory(eager, shared):
 
 
 NO_MEMORY = (
-    "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. Make "
-    "them smaller."
+    "For 'find_micro_size', network, optimizer and single rows must fit into this machine, but got no memory for them. "
+    "Make them smaller."
 )
 
 
@@ -289,26 +289,18 @@ def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_row
     )
 
 
-BUILD = "For 'find_micro_size', the argument 'build' must be"
-IMPORTED = f"{BUILD} a function that a new process can import, but got"
+IMPORTED = "For 'find_micro_size', the argument 'build' must be a function that a new process can import, but got"
 
 
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        (f"{memory_networks.__file__}:wrongly_clipped", "For 'TrainOneStepCell', the argument 'clip' must be "),
-        ("memory_networks:missing", f"{BUILD} the name of a function of memory_networks, but got 'missing'. It is "),
+        ("memory_networks:wrongly_clipped", "For 'TrainOneStepCell', the argument 'clip' must be "),
         ("nosuch.part:build", f"{IMPORTED} 'nosuch.part:build' without the module nosuch. Install it, or add its "),
-        (
-            "missing.py:build",
-            f"{IMPORTED} 'missing.py:build', whose file is not there. It is looked for at "
-            f"{Path('missing.py').resolve()}.",
-        ),
-        ("memory_networks.py", f"{BUILD} a function, 'file.py:function' or 'module:function', but got "),
+        ("missing.py:build", f"{IMPORTED} 'missing.py:build', whose file is not there. It is looked for at "),
     ],
 )
-def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, monkeypatch, shared):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, shared):
     assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"python -m ms_gradaccum micro-size: {sentence}") and said.count("\n") == 1

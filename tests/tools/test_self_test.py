@@ -69,9 +69,9 @@ def test_all_that_can_be_tried_here_passes(whole):
     (died,) = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
     assert died["name"] == "dies" and died["said"].startswith("its process ended: ")
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
-    assert skipped == {REASON, "CPU has no semi-auto-parallel"}
+    assert skipped == {REASON}
     assert status == 1 and found["seconds"] > 1
-    assert len(lines) == len(found["cells"]) == len(all_cells()) + 1 <= 13
+    assert len(lines) == len(found["cells"]) == len(all_cells()) + 1 == 11
 
 
 def test_the_file_says_where_and_what(whole):
@@ -81,8 +81,7 @@ def test_the_file_says_where_and_what(whole):
     names = ["name", "parallel", "dtype", "mode", "processes", "outcome", "said", "difference", "tolerance", "seconds"]
     assert all(list(cell) == names for cell in found["cells"])
     parallel = {cell["parallel"]: cell["processes"] for cell in found["cells"]}
-    sharded = "semi-auto, sharded operators, level3"
-    assert parallel == {"one process": 1, "data parallel": 2, "HSDP level1": 2, "HSDP level2": 2, sharded: 2}
+    assert parallel == {"one process": 1, "data parallel": 2, "HSDP level1": 2, "HSDP level2": 2}
     assert "NaN" not in json.dumps(found) and "Infinity" not in json.dumps(found)
 
 
@@ -111,7 +110,7 @@ def test_jobs_of_several_fail_in_a_broken_build(whole):
     _, found, _ = whole
     tried_in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
     said = [cell["said"] for cell in tried_in_jobs if cell["outcome"] == "passed"]
-    assert len(said) == len(tried_in_jobs) - 2  # That of semi-auto-parallel, and the one that dies.
+    assert len(said) == len(tried_in_jobs) - 1  # The one that dies.
     assert sum(text.count(f"{IN_BUILD}division: failed") for text in said) == len(said)
     assert sum(text.count(f"{IN_BUILD}reduction: failed") for text in said) == 1
 

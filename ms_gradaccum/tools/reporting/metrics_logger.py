@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -98,15 +97,17 @@ class MetricsLogger(StepReporter, Callback):
         report = output if isinstance(output, StepReport) else self.report(output)
         if report is None:
             return None
-        numbers = _numbers(extra)
+        numbers = report.as_dict()
         for name, value in extra.items():
-            if name not in numbers:
+            number = _number(value)
+            if number is None:
                 raise TypeError(
                     f"For '{_OWNER}', the argument '{name}' must be a number, but got {typed(value)}. Metrics of "
                     f"several values take a name for each."
                 )
+            numbers[name] = number
         self._update = report.update
-        self._write({**self._epoch, **report.as_dict(), **numbers})
+        self._write({**self._epoch, **numbers})
         return report
 
     def on_update_end(self, event: StepEvent) -> None:
@@ -126,10 +127,14 @@ class MetricsLogger(StepReporter, Callback):
     def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         # The names are those of fit's own loss and of the user's metrics. Some metrics are not single numbers.
-        results = _numbers(params.get("eval_results") or params.get("metrics") or {})
-        results = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
-        if results:
-            self._write(results)
+        results = params.get("eval_results") or params.get("metrics") or {}
+        numbers = {}
+        for name, value in results.items():
+            number = _number(value)
+            if number is not None:
+                numbers[f"eval_{name.removeprefix('eval_')}"] = number
+        if numbers:
+            self._write(numbers)
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._epoch = {}
@@ -177,12 +182,11 @@ class _JsonLines:
             return file.read() != b"\n"
 
 
-def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Return the values that are single numbers."""
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        with suppress(TypeError, ValueError, OverflowError):
-            number = float(value)
-            if not isinstance(value, str):
-                numbers[name] = value if isinstance(value, int) else number
-    return numbers
+def _number(value: SupportsFloat) -> float | None:
+    """Return a single number, or None for something else."""
+    if isinstance(value, int):
+        return value
+    try:
+        return None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

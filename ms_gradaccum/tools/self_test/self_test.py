@@ -15,7 +15,7 @@ from mindspore.communication import get_rank, init
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
-from ms_gradaccum.backend.device import DEVICES, can_partition, is_host, this_device
+from ms_gradaccum.backend.device import DEVICES, is_host, this_device
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
@@ -135,8 +135,6 @@ def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
         return "it takes several processes"
     if not is_host(cell.device) and devices < cell.size:
         return f"{cell.size} processes take as many devices, and there are {devices}"
-    if cell.partitioned and not can_partition(cell.device):
-        return "CPU has no semi-auto-parallel"
     return ""
 
 

@@ -75,14 +75,9 @@ class Cell:
         return f"{kind}{self.name}, {self.dtype}, {self.mode}"
 
     @property
-    def partitioned(self) -> bool:
-        """True if MindSpore's compiler partitions the step."""
-        return self.parallel.startswith("semi-auto")
-
-    @property
     def rows(self) -> int:
-        """Rows of a batch, not divisible by micro batches or processes, except in semi-auto-parallel."""
-        return 6 * self.workers + (not self.partitioned)
+        """Rows of a batch, not divisible by micro batches or processes."""
+        return 6 * self.workers + 1
 
     def share(self, arrays: Arrays) -> list[Tensor]:
         return [Tensor(np.ascontiguousarray(np.array_split(array, self.size)[self.rank])) for array in arrays]
@@ -126,7 +121,6 @@ class Training:
         loss: Callable[[nn.Cell], nn.Cell] = lambda network: nn.WithLossCell(network, nn.MSELoss()),
         whole_loss: nn.Cell | None = None,
         batch: Callable[[int, int], Arrays] = rows_of,
-        around: Callable[[nn.Cell], nn.Cell] = lambda cell: cell,
         window: int = 1,
         max_norm: float | None = None,
         mixed_precision: MixedPrecision | None = None,
@@ -141,9 +135,8 @@ class Training:
         self.norms: list[float] = []
         # Built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
-        network = around(GradAccumulation(loss(self.network), _MICRO_SIZE))
         self.step = TrainOneStepCell(
-            network,
+            GradAccumulation(loss(self.network), _MICRO_SIZE),
             optimizer,
             accumulation_steps=window,
             clip=None if max_norm is None else ClipByGlobalNorm(max_norm),
@@ -165,12 +158,12 @@ class Training:
         self.losses.append(float(output[0].asnumpy()))
         self.norms.append(float(norm.asnumpy()))
 
-    def compared(self, part: Callable[[int, Array], Array] = lambda index, value: value) -> Found:
+    def compared(self) -> Found:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
         network = perceptron()
-        start = [part(i, value) for i, value in enumerate(values_of(network))]
+        start = values_of(network)
         losses, norms = self._train_whole(network)
-        values = [part(i, value) for i, value in enumerate(values_of(network))]
+        values = values_of(network)
         whole = Run(losses, list(map(np.subtract, values, start)), norms=norms)
         changes = list(map(np.subtract, values_of(self.network), start))
         found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)

@@ -1,17 +1,13 @@
 """The test cells. Each trains in windows and compares with MindSpore's own step on the whole batch."""
 
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, lazy_inline, nn
+from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.device import has_data_sink
-from ms_gradaccum.backend.mindspore_private import load_tensor_by_layout
 from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
@@ -37,7 +33,6 @@ def all_cells() -> list[Cell]:
         ("loss scale, an overflow on one process", "overflow", "data parallel", "float16", "PYNATIVE"),
         ("state of one process resumed", "resume_other", "HSDP level1", "float32", "PYNATIVE"),
         ("clip, windows of 2 batches", "clipped", "HSDP level2"),
-        ("two layers", "semi_auto", "semi-auto, sharded operators, level3"),
     )
     return [Cell(name, f"{__name__}:{function}", *settings) for name, function, *settings in rows]
 
@@ -102,53 +97,6 @@ def one_graph(cell: Cell) -> Found:
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)
     Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
     return training.compared()
-
-
-def semi_auto(cell: Cell) -> Found:
-    """Let MindSpore's compiler partition the step: rows over half of the processes, layers over two."""
-    if cell.size % 2:
-        raise SkippedCell(f"sharded operators take an even number of processes, not {cell.size}")
-    dp = cell.size // 2
-
-    def partitioned(network: nn.Cell) -> AutoParallel:
-        around = AutoParallel(network)
-        around.dataset_strategy(((dp, 1), (dp, 1)))
-        around.hsdp(threshold=0, optimizer_level="level3")
-        return around
-
-    with graph_mode():
-        training = Training(cell, _InlinedLoss, around=partitioned)
-    # The columns of the first layer and the rows of the second are split over two devices.
-    first, tanh, second = training.network
-    first.matmul.shard(((dp, 1), (2, 1)))
-    first.bias_add.shard(((dp, 2), (2,)))
-    tanh.tanh.shard(((dp, 2),))
-    second.matmul.shard(((dp, 2), (1, 2)))
-    second.bias_add.shard(((dp, 1), (1,)))
-    # The two processes of one row of the mesh have the same rows of the data.
-    step = training.step
-    for parameter in step.get_parameters():
-        parameter.init_data()
-    for number in (0, 1):
-        batch = training.batch(number, cell.rows)
-        training.note(step(*[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch]))
-    names = [parameter.name for parameter in step.network.trainable_params()]
-    return training.compared(lambda i, value: own_part(value, step.parameter_layout_dict.get(names[i]), cell.rank))
-
-
-def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
-    """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
-    if layout is None:
-        return value
-    return np.ascontiguousarray(load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
-
-
-class _InlinedLoss(nn.WithLossCell):
-    """A loss cell that is compiled once for all micro batches, which level2 and level3 need."""
-
-    @lazy_inline
-    def __init__(self, network: nn.Cell) -> None:
-        super().__init__(network, nn.MSELoss())
 
 
 def _precision(cell: Cell) -> MixedPrecision:

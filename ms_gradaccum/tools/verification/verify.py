@@ -146,13 +146,18 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
     if micro_size is not None:
         check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
-    weighted = check_weighted(_OWNER, weighted, remedy)
-    given = (("micro_size", micro_size, None), ("weighted", weighted, False))
-    for name, value, default in (*given, ("batch_axis", check_batch_axis(batch_axis), 0)):
+    given: dict[str, tuple[object, object]] = {
+        "micro_size": (micro_size, None),
+        "weighted": (check_weighted(_OWNER, weighted, remedy), False),
+        "batch_axis": (check_batch_axis(batch_axis), 0),
+    }
+    for name, (value, default) in given.items():
         own = getattr(network, name)
         if value not in (own, default):
-            rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-            raise ValueError(check.argument_error(_OWNER, name, rule, repr(value), remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument '{name}' must be {default!r} or that of the GradAccumulation, {own!r}, "
+                f"but got {value!r}. {remedy}"
+            )
     return network
 
 

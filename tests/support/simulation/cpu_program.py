@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import create_group, get_group_size
+from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.self_test.trials import own_part
 from simulation.comparison import Values
 from simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 
@@ -27,6 +28,13 @@ _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
 _GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
 _created: set[str] = set()
+
+
+def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
+    """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
+    if layout is None:
+        return value
+    return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
 class CpuProgram:
