@@ -11,6 +11,7 @@ import pytest
 from linear_toy import line, sgd
 from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
+from open_window import window_of
 from refusal import refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
@@ -73,7 +74,7 @@ def new_window():
         accumulation_steps=3,
         mixed_precision=OwnScale(),
     )
-    return step.body.window
+    return window_of(step)
 
 
 def used_window(window):

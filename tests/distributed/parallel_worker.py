@@ -20,12 +20,14 @@ from mindspore.train.callback import _InternalCallbackParam
 sys.path.insert(0, str(Path(__file__).parent))
 from described_messages import bytes_of_sums, described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
+from open_window import buffer_of, reducer_of, window_of  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
     ONE_SHAPE,
     OPTIMIZERS,
     STEPS,
+    Halved,
     batch,
     build_network,
     build_step,
@@ -34,6 +36,7 @@ from scenarios import (  # noqa: E402
     train,
     train_batches,
     train_lookup,
+    train_with_a_spike,
     uneven_data,
     weights_of,
 )
@@ -47,6 +50,7 @@ from ms_gradaccum import (  # noqa: E402
     GradAccumulation,
     MixedPrecision,
     Model,
+    NormSpike,
     TrainOneStepCell,
 )
 from ms_gradaccum.parallel import world  # noqa: E402
@@ -111,7 +115,7 @@ def train_and_look_at_the_graphs(name, kind):
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[size][-1])
     with mock.patch.object(_cell_graph_executor, "compile", note):
         record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size, ONE_SHAPE))
-    traffic = described(step.body.reducer.layout)
+    traffic = described(reducer_of(step).layout)
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),
         "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
@@ -171,24 +175,24 @@ def count_messages():
                 results[f"messages unforeseen {name}"] = unforeseen_messages_of(KINDS[name])
 
 
-def messages_of(kind, micro_size, clip=None, num_norm_reductions=1):
+def messages_of(kind, micro_size, clip=None, num_norm_reductions=1, skip_above=None):
     """Return the messages and sums of a window of one batch, and those that its layout stands for.
 
     The norm after a clip by value takes one more reduction, and the norms of groups another one.
     """
     network = build_network()
     parameters = network.trainable_params()
-    settings = {"parallel": kind, "clip": clip}
+    settings = {"parallel": kind, "clip": clip, "skip_above": skip_above}
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
-    kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = described(step.body.reducer.layout, num_norm_reductions)
+    kept = {total.name: total.nbytes for total in (*buffer_of(step).sums, *reducer_of(step).sums)}
+    traffic = described(reducer_of(step).layout, num_norm_reductions)
     return {
         "sent": sent,
         "described": traffic.of_window(1, micro_size),
         "kept": sum(kept.values()),
-        "kept by description": bytes_of_sums(step.body.reducer.layout),
+        "kept by description": bytes_of_sums(reducer_of(step).layout),
     }
 
 
@@ -203,12 +207,12 @@ def unforeseen_messages_of(kind):
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="drop", compile=True, **settings)
     sent = count_in(step)
-    sums = [*step.body.buffer.sums, *step.body.reducer.sums]
+    sums = [*buffer_of(step).sums, *reducer_of(step).sums]
     return {
         "sent": sent,
-        "described": described(step.body.reducer.layout).of_window(1, 4),
+        "described": described(reducer_of(step).layout).of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
-        "kept by description": bytes_of_sums(step.body.reducer.layout),
+        "kept by description": bytes_of_sums(reducer_of(step).layout),
     }
 
 
@@ -218,7 +222,7 @@ def count_in(step):
     for _ in range(2):  # In the first two the ranks also compare what they train.
         step(*inputs)
     sent = []
-    for _, cell in step.body.reducer.cells_and_names():
+    for _, cell in reducer_of(step).cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
                 setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
@@ -231,6 +235,28 @@ def count_in(step):
     with mock.patch.object(world, "_send", counted_gather):
         step(*inputs)
     return sent
+
+
+def leave_a_window_out():
+    for name in ("data parallel", "all shards", "all shards, level2"):
+        for limit in (NormSpike(std=3.0, windows=4), 100.0):
+            result = train_with_a_spike(rank, size, skip_above=limit, parallel=KINDS[name])
+            results[f"left out {name}, {type(limit).__name__}"] = result
+        results[f"messages left out {name}"] = [
+            messages_of(KINDS[name], 2, skip_above=limit)["sent"] for limit in (None, NormSpike())
+        ]
+
+
+def clip_by_a_cell_of_its_own():
+    results["own clip"] = train_with_a_spike(rank, size, clip=Halved(), parallel=KINDS["data parallel"])
+    network = build_network()
+    before = [weight.shape for weight in network.trainable_params()]
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    try:
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=Halved(), parallel=HSDP(2, 0))
+    except ValueError as error:
+        results["own clip refused"] = str(error)
+    results["left whole"] = [weight.shape for weight in optimizer.parameters] == before
 
 
 def start_from_different_weights():
@@ -330,18 +356,18 @@ def look_inside_a_window():
     network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
     start = fingerprint(network)
     train_batches(step, [0], rank, size)
-    inside = [total.asnumpy().ravel().tolist() for total in step.body.buffer.sums]
+    inside = [total.asnumpy().ravel().tolist() for total in buffer_of(step).sums]
     results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
     # What the end of the window does first.
-    step.body.window.reduce()
-    results["at the boundary"] = fingerprint(step.body.buffer.sums)
+    window_of(step).reduce()
+    results["at the boundary"] = fingerprint(buffer_of(step).sums)
     step.drop()
 
 
 def save_at_an_update():
     _, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
     train_batches(step, range(2), rank, size)
-    results["level2 sums"] = {total.name: list(total.shape) for total in step.body.buffer.sums}
+    results["level2 sums"] = {total.name: list(total.shape) for total in buffer_of(step).sums}
     results["checkpoint"] = str(Path(os.environ["REPORT_FOLDER"]) / f"update_{rank}.ckpt")
     ms.save_checkpoint(step, results["checkpoint"])
 
@@ -399,10 +425,11 @@ PARTS += (
     else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [] if size == 4 else [train_in_the_context_of_data_parallel, train_in_pynative_mode]
+PARTS += [] if size == 4 else [leave_a_window_out, clip_by_a_cell_of_its_own]
 PARTS += [count_messages]
 # What is not about the compiler: it would take most of the time.
 EAGER = [save_and_load, train_on_from_another_world, save_at_an_update, notice_different_weights, look_inside_a_window]
-EAGER += [run_out_of_data_early]
+EAGER += [run_out_of_data_early, leave_a_window_out, clip_by_a_cell_of_its_own]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:
     with eagerly() if part in EAGER else nullcontext():

@@ -12,15 +12,19 @@ from mindspore import Tensor, nn
 from ms_gradaccum import TrainingPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
+from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
     OPTIMIZERS,
     STEPS,
+    Halved,
+    batch,
     build_network,
     build_step,
     fingerprint,
     train,
     train_batches,
     train_lookup,
+    train_with_a_spike,
     uneven_data,
     weights_of,
     whole_batches,
@@ -89,7 +93,7 @@ def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
     # Each rank's sums inside are of its own rows: together, those of all rows in one process.
     _, step = build_step(accumulation_steps=2)
     train_batches(step, [0])
-    whole = np.concatenate([total.asnumpy().ravel() for total in step.body.buffer.sums])
+    whole = np.concatenate([total.asnumpy().ravel() for total in buffer_of(step).sums])
     np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -123,6 +127,39 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
     for name, shards in (("two shards", 2), ("all shards", 4), ("all shards, level2", 4)):
         expected = 3 * ((sum(sizes) - small) // shards + small) + rest  # weight and two moments
         assert four[0][f"{name}, norm"]["state"] == expected
+
+
+@pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
+@pytest.mark.parametrize("limit", ["NormSpike", "float"])
+def test_all_processes_leave_out_the_same_window(name, limit, two):
+    without = one_process_without_the_spike()
+    for report in two:
+        got = report[f"left out {name}, {limit}"]
+        assert got["updated"] == [True, True, True, False, True]
+        np.testing.assert_allclose(got["weights"], without, rtol=2e-5, atol=2e-6)
+    # Nothing is sent for it.
+    sent, sent_with_a_limit = two[0][f"messages left out {name}"]
+    assert sent == sent_with_a_limit != []
+
+
+@functools.cache
+def one_process_without_the_spike():
+    """MindSpore's own step on the rows of all processes."""
+    network = build_network()
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    step = nn.TrainOneStepCell(cell, OPTIMIZERS["Momentum"](network.trainable_params())).set_train()
+    for _ in range(4):
+        step(*map(Tensor, batch(0)))
+    return weights_of(network)
+
+
+def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
+    expected = train_with_a_spike(clip=Halved())["weights"]
+    assert not np.allclose(expected, train_with_a_spike()["weights"], rtol=1e-3)
+    for report in two:
+        np.testing.assert_allclose(report["own clip"]["weights"], expected, rtol=2e-5, atol=2e-6)
+        assert "a clip of your own needs whole gradients, but got Halved with HSDP(" in report["own clip refused"]
+        assert report["left whole"]
 
 
 @pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])

@@ -447,6 +447,11 @@ def a_step_op_by_op(*_):
     step_of(loss_cell())(*LINES)
 
 
+@says("of a window is above")
+def a_gradient_above_the_limit(*_):
+    step_of(loss_cell(), skip_above=1.0)(*LINES)
+
+
 @says("gradient was Inf")
 def nothing_but_inf(*_):
     step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))

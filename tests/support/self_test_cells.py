@@ -13,10 +13,11 @@ import mindspore as ms
 import numpy as np
 import quick_mindspore
 from mindspore import Tensor
+from open_window import buffer_of
 
+from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.processes import Job
@@ -133,7 +134,7 @@ def state():
 
     def without_sums(step, directory):
         original(step, directory)
-        for total in step.body.buffer.get_parameters():
+        for total in buffer_of(step).get_parameters():
             if ".window_" not in total.name and total.dtype == ms.float32:
                 total.set_data(Tensor(np.zeros(total.shape, np.float32)))
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+from ms_gradaccum import Model, TrainOneStepCell
 from ms_gradaccum.batch.arguments import Batch
-from ms_gradaccum.loops.model import Model
-from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
 from simulation.cuda_stubs import stand_ins

@@ -14,13 +14,11 @@ from mindspore import Tensor, nn, ops
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
+from ms_gradaccum import ClipByValue, Model, TrainOneStepCell
 from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
-from ms_gradaccum.gradients.clipping import ClipByValue
-from ms_gradaccum.loops.model import Model
-from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
