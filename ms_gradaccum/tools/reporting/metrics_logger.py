@@ -184,9 +184,10 @@ class _JsonLines:
 
 def _number(value: SupportsFloat) -> float | None:
     """Return a single number, or None for something else."""
-    if isinstance(value, int):
-        return value
     try:
-        return None if isinstance(value, str) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    if isinstance(value, str):
+        return None
+    return value if isinstance(value, int) else number
