@@ -13,6 +13,7 @@ from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
 from ms_gradaccum.gradients.clipping import ClipByValue as ClipByValue
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision as MixedPrecision
+from ms_gradaccum.gradients.norm_limit import NormSpike as NormSpike
 from ms_gradaccum.loops.accumulator import Accumulator as Accumulator
 from ms_gradaccum.loops.ema import EMA as EMA
 from ms_gradaccum.loops.model import Model as Model
@@ -34,5 +35,6 @@ from ms_gradaccum.tools.verification.verify import verify as verify
 from ms_gradaccum.training.events import StepEvent as StepEvent
 from ms_gradaccum.training.grad_accumulation import GradAccumulation as GradAccumulation
 from ms_gradaccum.training.step_output import StepOutput as StepOutput
+from ms_gradaccum.training.window_length import BySamples as BySamples
 
 __version__: str

@@ -35,6 +35,7 @@ _OTHER_NAMES = {
     "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
     "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
     "grad_clip clip_global_norm use_clip_grad",
+    "skip_above": "grad_norm_skip_threshold skip_step_on_spikes skip_grad_norm skip_bad_steps max_grad_norm_spike",
     "mixed_precision": "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
     "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32",
     "last_window": "drop_last drop_remainder",

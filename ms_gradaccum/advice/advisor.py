@@ -91,6 +91,9 @@ class SilentAdvisor:
     def after_skip(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
         """Learn of a window with an overflow. ``searches``: whether the loss scale follows overflows."""
 
+    def after_high_norm(self, norm: Tensor, skip_above: object) -> None:
+        """Learn of a window that is skipped because of its norm."""
+
     def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:
         """Look at the first inputs of all ranks. Empty ones stand for those that were looked at before."""
 
@@ -204,6 +207,10 @@ class Advisor(SilentAdvisor):
     @_harmless
     def after_skip(self, weight: Tensor, loss_scale: Tensor, searches: bool) -> None:
         self.skipped_windows.note(weight, loss_scale, searches)
+
+    @_harmless
+    def after_high_norm(self, norm: Tensor, skip_above: object) -> None:
+        self.skipped_windows.note_high_norm(norm, skip_above)
 
     @_harmless
     def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:

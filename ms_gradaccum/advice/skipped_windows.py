@@ -1,4 +1,4 @@
-"""The warning of the first window that makes no update, because its gradient is not finite."""
+"""The warnings of the first window that makes no update, because its gradient is not finite or too large."""
 
 import math
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ class SkippedWindows:
     """Warn once of a skipped window, unless the search for a loss scale explains it."""
 
     has_warned = False
+    has_warned_of_norm = False
 
     def __init__(self, owner: str, buffers: Sequence[GradientBuffer]) -> None:
         self.owner = owner
@@ -37,6 +38,17 @@ class SkippedWindows:
             f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window makes "
             f"no update, and later windows like it are skipped without a warning. Look for NaN in the data and the "
             f"loss, or {remedy}."
+        )
+
+    def note_high_norm(self, norm: Tensor, skip_above: object) -> None:
+        """Look at a window whose norm is above the limit."""
+        if self.has_warned_of_norm:
+            return
+        self.has_warned_of_norm = True
+        warn(
+            f"For '{self.owner}', the norm {float(norm.asnumpy()):.3g} of a window is above skip_above={skip_above}: "
+            f"this window makes no update, and later windows like it are skipped without a warning. Count them by "
+            f"`skipped_updates`."
         )
 
     def _why_not_finite(self, weight: float, scale: float) -> str:

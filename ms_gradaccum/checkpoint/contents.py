@@ -91,7 +91,8 @@ class Contents:
             self._hold(own, all_parameters(optimizer), reducer)
             if reducer is not None:
                 self._hold(own, reducer.buffer.all_totals(), reducer, number)
-        self._hold(prefix, window.loss_scale.get_parameters())
+        for cell in window.settings.kept_cells():
+            self._hold(prefix, cell.get_parameters())
 
     def _hold(
         self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None

@@ -339,10 +339,11 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
         for its in check_saved_list(numbers.get("windows"), "windows", len(contents.windows)):
             counts = check_saved(its, "how many batches its windows had", {"batches": is_count})
             batches[-1].append(counts["batches"])
-    limit = getattr(contents.step, "accumulation_steps", None)
     most = max(map(max, batches)) if contents.windows else 0
-    if limit is not None and 0 < most >= limit:
-        raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
+    if isinstance(contents.step, TrainOneStepCell):
+        limit = contents.step.body.accumulation_steps
+        if 0 < most >= limit:
+            raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
     return batches
 
 

@@ -1,7 +1,9 @@
 """Gradient clipping, once per window, of the reduced and unscaled mean gradient."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -9,6 +11,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, check_positive_float32, require
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
+from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
 Grads = tuple[Tensor, ...]
@@ -60,6 +63,8 @@ class Clip(nn.Cell):
     has_one_factor = False
     # True if `construct` takes a norm for each gradient, from `norms(squares, factor)`, in place of one for all.
     has_groups = False
+    # True if it is the program's own cell.
+    is_own = False
 
     def of(self, names: Sequence[str]) -> "Clip":
         """Return the clip for the gradients of parameters with these names."""
@@ -279,16 +284,54 @@ def _scale_down(norm: Tensor, grad: Tensor) -> Tensor:
     return scale(1.0 / ops.maximum(norm, ONE), grad)
 
 
-ClipChoice = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.
+class OwnClip(Clip):
+    """A cell of the program as a clip. It gets all mean gradients at once, and runs in MindSpore's mode."""
+
+    is_own = True
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+
+    def __repr__(self) -> str:
+        return type(self.cell).__name__
+
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
+        clipped: Grads = self.cell(grads, norm)
+        _check_returned(map_tensors(ops.shape, grads), map_tensors(ops.shape, clipped))
+        return clipped
+
+
+@primexpr
+def _check_returned(expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> None:
+    if [*found] != [*expected]:
+        raise ValueError(
+            f"For 'clip', the cell must return one gradient for each that it gets, of shapes {[*expected]}, but got "
+            f"shapes {[*found]}. Return a tuple in the same order."
+        )
+
+
+# The type of the argument `clip`.
+ClipChoice: TypeAlias = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | nn.Cell | None
 
 
 def check_clip(owner: str, clip: ClipChoice) -> Clip:
-    """Return ``clip``, or a `NoClip` for None."""
+    """Return ``clip``, a `NoClip` for None, or an `OwnClip` for a cell of the program."""
     if clip is None:
         return NoClip()
-    if not isinstance(clip, Clip):
+    if isinstance(clip, Clip):
+        return clip
+    if not isinstance(clip, nn.Cell):
         raise TypeError(
-            f"For '{owner}', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, "
-            f"but got {clip!r}. For example clip=ClipByGlobalNorm(1.0)."
+            f"For '{owner}', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, a cell "
+            f"or None, but got {clip!r}. For example clip=ClipByGlobalNorm(1.0)."
         )
-    return clip
+    try:
+        inspect.signature(clip.construct).bind("grads", "norm")
+    except TypeError:
+        raise TypeError(
+            f"For '{owner}', the argument 'clip' must be a cell with construct(grads, norm), but got "
+            f"{type(clip).__name__} with construct{inspect.signature(clip.construct)}. It returns the gradients of the "
+            f"update."
+        ) from None
+    return OwnClip(clip)

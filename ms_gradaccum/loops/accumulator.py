@@ -5,7 +5,6 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
@@ -85,8 +84,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     Keyword Args:
         config (AccumulationConfig, optional): Options for the end of the data, a schedule of `accumulation_steps`, and
             the communication of the ranks. Default: ``None``.
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of each window's mean
-            gradient, without a call of `clip_grad_norm`. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Cell, None]): Clipping of each window's mean
+            gradient, without a call of `clip_grad_norm`, as for :class:`TrainOneStepCell`. Default: ``None``.
+        skip_above (Union[float, NormSpike, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
@@ -156,6 +156,11 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         for pair in pairs:
             # Each network has a loss scale of its own.
             settings = StepSettings.checked(_OWNER, **options)
+            if settings.clip.is_own and len(pairs) > 1:
+                raise ValueError(
+                    f"For 'Accumulator', a clip of your own is for one network, but got {settings.clip!r} for "
+                    f"{len(pairs)}. Build an Accumulator for each."
+                )
             windows.append(TrainedNetwork(*pair, settings, self.config, self.events))
         self.set_windows(windows)
         self.driver = LoopDriver(self.config, self.windows, self.events)
@@ -211,8 +216,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
-        An optimizer of this loop gets the ``step()`` and ``zero_grad()`` of the Accumulator, except ``nn.AdaFactor``,
-        which has a parameter ``step``.
+        An optimizer of this loop gets the ``step()`` and ``zero_grad()`` of the Accumulator, unless it has an attribute
+        of that name (``nn.AdaFactor`` has a parameter ``step``) or its class a method: then call the Accumulator's.
 
         Args:
             objects: Datasets (of ``mindspore.dataset``, or anything to loop over; with a length if there are several
@@ -227,11 +232,13 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         return _one_or_all(prepared)
 
     def _give_methods(self, optimizer: Any, trained: TrainedNetwork) -> None:
-        """Give an optimizer the methods of this loop, unless its own attribute has that name."""
-        # It may have a step() from another loop.
-        if isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial)):
-            optimizer.step = functools.partial(self._step_of, trained)
-            optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
+        """Give an optimizer the methods of this loop, except for names that it or its class has."""
+        step = functools.partial(self._step_of, trained)
+        zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
+        for name, method in (("step", step), ("zero_grad", zero_grad)):
+            # It may have that of another loop.
+            if isinstance(getattr(optimizer, name, method), functools.partial):
+                setattr(optimizer, name, method)
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, at the first `step` of its optimizers."""

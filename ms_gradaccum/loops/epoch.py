@@ -145,6 +145,10 @@ class PassSteps(Callback):
         settings.update(initial_epoch=position.next_epoch, initial_step=self.passes.done)
         return bool(position.next_epoch < epochs)
 
+    def epoch_of(self, open_batches: int) -> int:
+        """Return the number of the pass in which an open window of so many batches has begun."""
+        return self.order.first_epoch + max(0, self.passes.done - open_batches) // self.passes.steps
+
     def in_order(self) -> AbstractContextManager[None]:
         """Return the context in which the samples come in a recorded order, or in that of a loaded state."""
         return self.order.begun(self.passes.length)
@@ -180,7 +184,9 @@ class PassSteps(Callback):
         is_resumable = self.keeps_states or self.order.resumed is not None
         rule = "-1 for a training that can be resumed"
         require(not is_resumable, _OWNER, "sink_size", rule, got, _PASSES_ONLY)
-        is_carried = self.model.last_window == "carry" or passes.steps % self.train_step.accumulation_steps == 0
+        length = self.train_step.body.settings.window_length
+        is_whole = length.is_fixed and passes.steps % length.most == 0
+        is_carried = self.model.last_window == "carry" or is_whole
         if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
@@ -189,6 +195,9 @@ class PassSteps(Callback):
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
         """Warn of a list of learning rates that has not an entry for each update of the first training."""
+        length = self.train_step.body.settings.window_length
+        if not length.is_fixed or length.most == 1:
+            return
         if self.updates and params.epoch_num == self.epochs:
             return  # This training continues none, but its optimizer has used a part of the list before.
         rates = listed_rates(self.train_step.optimizer)
@@ -196,7 +205,7 @@ class PassSteps(Callback):
         updates = self._updates_of(batches)
         # A list for several such trainings, one after the other, is a multiple.
         is_multiple = rates != batches and updates > 0 and rates % updates == 0
-        if self.train_step.accumulation_steps == 1 or not rates or is_multiple:
+        if not rates or is_multiple:
             return
         warn(
             f"For '{_OWNER}', a list of learning rates must have an entry for each update, but got {rates} for "

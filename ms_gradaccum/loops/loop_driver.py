@@ -99,7 +99,9 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
     def _count_batch(self, expected: DataBatch) -> None:
         """Count a batch, which is expected to be this one of the data."""
         if self.batches == 0 or self.steps == 0:
-            self.steps = self.config.steps_for(expected.epoch, self.updates)
+            # The events count the current batch once it has begun.
+            batches = self.events.batches - self.batches - self.in_batch
+            self.steps = self.config.steps_for(expected.epoch, self.updates, batches)
         self.batches += 1
         self.is_withheld = self.withheld > 0
         self._find_end(expected.is_last)

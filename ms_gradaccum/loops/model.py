@@ -69,9 +69,13 @@ class Model(FrozenAfterInit, ms.Model):
         boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
 
     Keyword Args:
-        accumulation_steps (int): Number of batches of one update. Default: ``1``.
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
+        accumulation_steps (Union[int, dict[int, int], BySamples, Callable]): Number of batches of one update. A dict
+            goes from epochs, counted from 0, to the batches per window from there on (1 before the first key), a
+            :class:`BySamples` from samples; a function gets the number of updates so far. A schedule counts when a
+            window begins, and not in data sink mode. Default: ``1``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Cell, None]): As for :class:`TrainOneStepCell`.
             Default: ``None``.
+        skip_above (Union[float, NormSpike, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): ``"auto"``: no communication in one process, the settings of
@@ -358,8 +362,10 @@ class Model(FrozenAfterInit, ms.Model):
             callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and has_data_sink():
+            self._train_network.body.check_in_graph()
             # A graph will train the batches, so the loss must be measured before.
             self._train_network.body.measure_loss(first_batch(train_dataset))
+        self._train_network.body.epoch_of = steps.epoch_of
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._train_network.events.listening(callbacks))
@@ -375,6 +381,7 @@ class Model(FrozenAfterInit, ms.Model):
             raise
         finally:
             self._steps = None
+            self._train_network.body.epoch_of = None
 
     def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
         """Raise on all ranks if they are told different things. Collective."""

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, check_loss, check_number, require, warn
+from ms_gradaccum._checks import check_loss, check_number, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -51,11 +51,11 @@ class TrainedNetwork(Window):
         config: AccumulationConfig,
         events: Events,
     ) -> None:
-        if len(optimizers) > 1 and settings.clip.has_groups:
+        if len(optimizers) > 1 and (settings.clip.has_groups or settings.clip.is_own):
             raise ValueError(
                 f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-                f"{settings.clip!r} with {len(optimizers)} optimizers. A group would be two: use one optimizer, or "
-                f"ClipByGlobalNorm."
+                f"{settings.clip!r} with {len(optimizers)} optimizers. It would clip the gradients of each apart: use "
+                f"one optimizer, or ClipByGlobalNorm."
             )
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
@@ -66,8 +66,7 @@ class TrainedNetwork(Window):
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
-        most = config.accumulation_steps if config.schedule is None else MAX_INT
-        super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
+        super().__init__(network, optimizers, reducers, replace(settings, window_length=config.window_length), events)
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         self.mistakes: Counter[str] = Counter()
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.

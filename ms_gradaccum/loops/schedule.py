@@ -7,8 +7,9 @@ from typing import Any
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import State, argument_error, require, warn
+from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.plain_state import PlainState
+from ms_gradaccum.training.window_length import Schedule, WindowLength, check_schedule
 
 _OWNER = "AccumulationConfig"
 EARLY = (
@@ -20,8 +21,6 @@ UNSEEN = (
     "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
     "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
 )
-_RULE = "a dict from epochs to numbers of batches, a function or None"
-_REMEDY = "For example schedule={0: 1, 4: 2}."
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class AccumulationConfig:
             ``True``.
         sync_each_batch (bool): Whether the ranks add up their gradients in each micro batch instead of once per
             update, see :class:`DataParallel`. Default: ``False``.
-        schedule (Union[dict[int, int], Callable, None]): `accumulation_steps` that change at the begin of a window: a
-            dict from passes over the prepared dataset, counted from 0, to the batches per window from that pass on (1
-            before the first key); or a function from the number of updates so far to the batches of the next update, as
-            ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+        schedule (Union[dict[int, int], BySamples, Callable, None]): `accumulation_steps` that change at the begin of a
+            window: a dict from passes over the prepared dataset, counted from 0, to the batches per window from that
+            pass on (1 before the first key); a :class:`BySamples`; or a function from the number of updates so far to
+            the batches of the next update, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -60,7 +59,7 @@ class AccumulationConfig:
     accumulation_steps: int = 1
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    schedule: dict[int, int] | Callable[[int], int] | None = field(default=None, hash=False)
+    schedule: Schedule | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check.check_accumulation_steps(_OWNER, self.accumulation_steps)
@@ -68,10 +67,8 @@ class AccumulationConfig:
             _OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over."
         )
         check.check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
-        if isinstance(self.schedule, dict):
-            _check_milestones(self.schedule)
-        elif not (self.schedule is None or callable(self.schedule)):
-            raise TypeError(argument_error(_OWNER, "schedule", _RULE, check.typed(self.schedule), _REMEDY))
+        if self.schedule is not None:
+            check_schedule(_OWNER, "schedule", self.schedule)
         if self.schedule is not None and self.accumulation_steps != 1:
             raise ValueError(
                 f"For 'AccumulationConfig', the argument 'accumulation_steps' must be 1 with a schedule, but got "
@@ -79,36 +76,19 @@ class AccumulationConfig:
                 f"schedule={{0: 1, 4: 2}}."
             )
 
-    def as_text(self) -> str:
-        """Return the settings as a text that is equal on all ranks, with a function's name in place of its address."""
-        if not callable(self.schedule):
-            return repr(self)
-        return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
-
-    def steps_for(self, epoch: int | None, updates: int) -> int:
-        """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
+    @property
+    def window_length(self) -> WindowLength:
         if self.schedule is None:
-            return self.accumulation_steps
-        if not isinstance(self.schedule, dict):
-            remedy = "It is called with the number of updates so far."
-            return check.check_positive_int(_OWNER, f"schedule({updates})", self.schedule(updates), remedy)
-        if epoch is None:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
-                f"batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function."
-            )
-        reached = [milestone for milestone in self.schedule if milestone <= epoch]
-        if not reached:
-            return 1
-        return self.schedule[max(reached)]
+            return WindowLength(_OWNER, "accumulation_steps", self.accumulation_steps)
+        return WindowLength(_OWNER, "schedule", self.schedule)
 
+    def as_text(self) -> str:
+        """Return the settings as a text that is equal on all ranks."""
+        return repr(replace(self, schedule=None)) + self.window_length.as_text()
 
-def _check_milestones(schedule: dict[int, int]) -> None:
-    require(schedule, _OWNER, "schedule", _RULE, "an empty dict", _REMEDY)
-    for epoch, steps in schedule.items():
-        check.check_type(_OWNER, "schedule", epoch, int, "a dict whose keys are ints", _REMEDY)
-        require(epoch >= 0, _OWNER, "schedule", "a dict whose keys are not negative", epoch, _REMEDY)
-        check.check_positive_int(_OWNER, f"schedule[{epoch}]", steps, "It counts the batches of one update.")
+    def steps_for(self, epoch: int | None, updates: int, batches: int = 0) -> int:
+        """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
+        return self.window_length.at(epoch, updates, batches)
 
 
 def merge_config(owner: str, accumulation_steps: object, config: object) -> AccumulationConfig:

@@ -110,7 +110,10 @@ class HostDrivenStep(Step):
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
         super().__init__(network, settings)
-        self.accumulation_steps = settings.accumulation_steps
+        self.accumulation_steps = settings.window_length.most
+        self.has_schedule = not settings.window_length.is_fixed
+        # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
+        self.epoch_of: Callable[[int], int] | None = None
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
@@ -122,8 +125,17 @@ class HostDrivenStep(Step):
         self.micro_step = self.window.micro_steps.cell
         self.number = number_of(self)
 
+    def steps_of_window(self) -> int:
+        if not self.has_schedule:
+            return self.accumulation_steps
+        begun = self.window.count.get()
+        epoch = None
+        if self.epoch_of is not None:
+            epoch = self.epoch_of(begun)
+        return self.settings.window_length.at(epoch, self.events.updates, self.events.batches - begun)
+
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        self.driver.begin_batch(self.accumulation_steps)
+        self.driver.begin_batch(self.steps_of_window())
         try:
             self.window.add(args, kwargs, self.driver.is_last_batch)
         except BaseException as error:
@@ -136,7 +148,7 @@ class HostDrivenStep(Step):
         return self._end_batch()
 
     def join(self) -> StepOutput:
-        self.driver.begin_batch(self.accumulation_steps)
+        self.driver.begin_batch(self.steps_of_window())
         self.window.micro_steps.join()
         return self._end_batch()
 
@@ -153,7 +165,7 @@ class HostDrivenStep(Step):
         if not self.driver.begin_flush(self.open_batches()):
             return None
         output = self.driver.close(self.window)
-        if not (output.is_updated or output.has_overflow):
+        if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
             return None
         return output
 
@@ -174,6 +186,7 @@ class HostDrivenStep(Step):
 
     def look_in_graph(self) -> None:
         """Warn, as before a first batch, while a larger graph with this step is compiled."""
+        self.check_in_graph()
         self.window.micro_steps.check_hooks(False)
         self.window.advisor.before_graph()
 
@@ -228,9 +241,16 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         return_grad (bool): MindSpore's argument: only ``False``. Default: ``False``.
 
     Keyword Args:
-        accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
-            Default: ``None``.
+        accumulation_steps (Union[int, dict[int, int], BySamples, Callable]): Number of batches (calls) of one update.
+            A function gets the number of updates so far and returns the batches of the next one; a :class:`BySamples`
+            follows the samples so far; a dict from epochs to numbers needs a :class:`Model`. Default: ``1``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Cell, None]): Clipping of the window's mean
+            gradient. A cell of your own has ``construct(grads, norm)``, which returns the gradients of the update: it
+            gets all mean gradients in the order of ``optimizer.parameters``, in float32, and their norm. Its parameters
+            are saved with the step. Default: ``None``.
+        skip_above (Union[float, NormSpike, None]): A window makes no update if the norm of its mean gradient, before
+            clipping, is above this number, or a :class:`NormSpike`. Optimizer, schedules, loss scale and averages stay
+            as they are, as after an overflow, and `updated` is False. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): The part that computes in half
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
             settings; or only the loss scaling, by an object of ``mindspore.amp``. Default: ``None``.
@@ -312,8 +332,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of batches of one update."""
-        return self.body.accumulation_steps
+        """Number of batches of the open window's update, or of the next one."""
+        return self.body.steps_of_window()
 
     @property
     def scale_sense(self) -> Tensor:

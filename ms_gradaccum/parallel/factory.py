@@ -15,6 +15,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.backend.snapshot import constants_of
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
+from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
@@ -98,6 +99,7 @@ def build_reducers(
     network: nn.Cell,
     optimizers: Sequence[nn.Cell],
     agreed: dict[str, object],
+    clip: Clip | None = None,
     drop_non_finite: bool = False,
     dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
 ) -> list[GradientReducer]:
@@ -119,6 +121,7 @@ def build_reducers(
             reducers.append(GradientReducer(optimizer.parameters, buffer))
             continue
         _check_sent(owner, kind, network, optimizer, dtypes)
+        _check_clip(owner, kind, optimizer, clip)
         if world.size > 1:
             # Its `step` may be that of an Accumulator, which reduces over the ranks.
             own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
@@ -245,6 +248,16 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' behaves like 'level2' here. Only the "
             f"compiler shards weights, inside AutoParallel on Ascend or GPU."
+        )
+
+
+def _check_clip(owner: str, kind: Kind, optimizer: nn.Cell, clip: Clip | None) -> None:
+    """Raise if a clip of the program would get shards of the gradients."""
+    has_shards = kind.shard_size != 1 or any(shard_size_of(item) > 1 for item in optimizer.parameters)
+    if clip is not None and clip.is_own and has_shards:
+        raise ValueError(
+            f"For '{owner}', a clip of your own needs whole gradients, but got {clip!r} with {kind!r}, where each rank "
+            f"has some rows. Use DataParallel() without sync_each_batch, or a clip of this package."
         )
 
 

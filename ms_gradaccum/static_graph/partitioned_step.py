@@ -44,14 +44,20 @@ class PartitionedStep(Step):
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings) -> None:
         super().__init__(network, settings)
-        steps, clip = settings.accumulation_steps, settings.clip
-        check_step(kind, network, optimizer, accumulation_steps=steps, clip=clip, **settings.of_sums())
+        check_step(
+            kind,
+            network,
+            optimizer,
+            window_length=settings.window_length,
+            skip_above=settings.norm_limit.given,
+            **settings.of_sums(),
+        )
         self.kind = kind
         self.optimizer = optimizer
         self.sums = BatchSums(network)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in optimizer.parameters)
-        self.clip: Clip = clip
+        self.clip: Clip = settings.clip
         self.learning_rate = LearningRate(optimizer)
         self.progress = OptimizerProgress(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)

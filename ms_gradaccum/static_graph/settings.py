@@ -20,9 +20,12 @@ from ms_gradaccum.backend.mindspore_private import (
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
+from ms_gradaccum.gradients.norm_limit import SkipAbove
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto
+from ms_gradaccum.training.window_length import WindowLength
 
 _OWNER = "TrainOneStepCell"
+_ONE_BATCH = WindowLength(_OWNER, "accumulation_steps", 1)
 
 
 def check_step(
@@ -30,16 +33,17 @@ def check_step(
     network: nn.Cell,
     optimizer: nn.Cell,
     *,
-    accumulation_steps: int = 1,
+    window_length: WindowLength = _ONE_BATCH,
     clip: Clip | None = None,
+    skip_above: SkipAbove = None,
     drop_non_finite: bool = False,
     dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
 ) -> None:
     """Raise for settings that are not supported or would give a wrong mean over rows."""
     _check_context(kind.auto_parallel)
-    if accumulation_steps > 1:
+    if window_length.most > 1:
         remedy = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
-        raise _error("accumulation_steps", "1", accumulation_steps, remedy)
+        raise _error("accumulation_steps", "1", window_length.as_text(), remedy)
     if network.needs_all_rows:
         remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         got = "a GradCacheLoss, which takes two passes"
@@ -49,6 +53,9 @@ def check_step(
         raise _error("bad_micro_batch", "'skip_window'", "'drop'", remedy)
     if not (clip is None or clip.has_one_factor or isinstance(clip, ClipByValue)):
         raise _error("clip", "one for all", repr(clip), "Use ClipByGlobalNorm or ClipByValue.")
+    if skip_above is not None:
+        remedy = "Use DataParallel() or HSDP() of this package."
+        raise _error("skip_above", "None", skip_above, remedy)
     names = [parameter.name for parameter in optimizer.parameters]
     if set(reduce_dtypes(dtype, names)) != {ms.float32}:
         remedy = "The compiler chooses what it sends."

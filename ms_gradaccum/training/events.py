@@ -20,8 +20,8 @@ class StepEvent(NamedTuple):
         micro_batch: Number of the micro batch in its batch, from 0 on; None for an update.
         rows: Rows of the micro batch; None for an update, and for gradients that the caller has computed.
         updates: Updates made so far. At the end of an update, this update is counted too, unless it was skipped.
-        skipped_updates: Windows skipped so far, because their gradient had an Inf or a NaN or their weight was 0, or
-            because the optimizer left out its update.
+        skipped_updates: Windows skipped so far, because their gradient had an Inf or a NaN, their norm was above
+            `skip_above` or their weight was 0, or because the optimizer left out its update.
         output: Report on the window, at the end of an update; None otherwise.
 
     Examples:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
+from mindspore import nn
+
 from ms_gradaccum._checks import (
-    check_accumulation_steps,
     check_bool,
     check_choice,
     check_type,
@@ -16,7 +17,9 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import Clip, ClipChoice, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
+from ms_gradaccum.gradients.norm_limit import NoNormLimit, SkipAbove, check_skip_above
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
+from ms_gradaccum.training.window_length import AccumulationSteps, WindowLength, check_window_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,6 +37,7 @@ class LoopOptions(TypedDict, total=False):
     """The options that a hand-written loop shares with a training step, as users give them."""
 
     clip: ClipChoice
+    skip_above: SkipAbove
     mixed_precision: PrecisionChoice
     parallel: ParallelChoice
     bad_micro_batch: BadMicroBatch
@@ -44,12 +48,13 @@ class LoopOptions(TypedDict, total=False):
 class StepOptions(LoopOptions, total=False):
     """The options of a training step."""
 
-    accumulation_steps: int
+    accumulation_steps: AccumulationSteps
 
 
 _DEFAULTS: StepOptions = {
     "accumulation_steps": 1,
     "clip": None,
+    "skip_above": None,
     "mixed_precision": None,
     "parallel": "auto",
     "bad_micro_batch": "skip_window",
@@ -89,8 +94,9 @@ class StepSettings:
     """The options of a training step, checked."""
 
     owner: str  # Class name used in error messages.
-    accumulation_steps: int
+    window_length: WindowLength
     clip: Clip
+    norm_limit: NoNormLimit  # Its norms belong to one network.
     precision: Precision  # Includes the loss scale, which belongs to one network.
     parallel: ParallelChoice
     drop_non_finite: bool  # True if a micro batch that is not finite is left out.
@@ -109,8 +115,9 @@ class StepSettings:
         remedy = "False trains without measuring the loss of the first batches."
         return StepSettings(
             owner,
-            accumulation_steps=check_accumulation_steps(owner, every["accumulation_steps"]),
+            window_length=check_window_length(owner, every["accumulation_steps"]),
             clip=check_clip(owner, every["clip"]),
+            norm_limit=check_skip_above(owner, every["skip_above"]),
             precision=check_precision(owner, every["mixed_precision"]),
             parallel=check_kind(owner, every["parallel"]),
             drop_non_finite=bad_micro_batch == "drop",
@@ -118,15 +125,20 @@ class StepSettings:
             check_loss=check_bool(owner, "check_loss", every["check_loss"], remedy),
         )
 
+    def kept_cells(self) -> tuple[nn.Cell, ...]:
+        """Return the cells whose parameters belong to the state of a training."""
+        return self.precision.loss_scale, self.norm_limit, self.clip
+
     def of_sums(self) -> dict[str, Any]:
         """Return the settings that `build_reducers` takes."""
-        return {"drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
+        return {"clip": self.clip, "drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks."""
         return {
-            "accumulation_steps": self.accumulation_steps,
+            "accumulation_steps": self.window_length.as_text(),
             "clip": repr(self.clip),
+            "skip_above": repr(self.norm_limit.given),
             "mixed_precision": self.precision.text,
             "bad_micro_batch": self.drop_non_finite,
             "compile": self.compiles,

@@ -16,7 +16,7 @@ from ms_gradaccum.training.step_output import StepOutput
 class Step(nn.Cell):
     """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
 
-    accumulation_steps = 1
+    accumulation_steps = 1  # The largest number of batches of a window.
     is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_claims = True  # False once a later step was built with the same optimizer.
     is_unmeasured = False  # True until the loss was measured, if it should be.
@@ -26,8 +26,13 @@ class Step(nn.Cell):
         super().__init__(auto_prefix=False)
         self.owner = settings.owner
         self.network = network
+        self.settings = settings
         self.events = Events(settings.owner)
         self.loss_scale = settings.precision.loss_scale
+
+    def steps_of_window(self) -> int:
+        """Return the number of batches of the open window, or of the next one."""
+        return self.accumulation_steps
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, each with its own mode and settings."""
@@ -44,6 +49,15 @@ class Step(nn.Cell):
     def join(self) -> StepOutput:
         """Count a batch of the window without local data."""
         raise NotImplementedError
+
+    def check_in_graph(self) -> None:
+        """Raise if the step cannot be part of a larger graph."""
+        length = self.settings.window_length
+        if not length.is_fixed:
+            raise ValueError(
+                f"For '{self.owner}', the argument 'accumulation_steps' must be a number in a larger graph and in data "
+                f"sink mode, but got {length.as_text()}. Call the step from Python, or give dataset_sink_mode=False."
+            )
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         """Measure the loss of a batch that a larger graph will train."""

@@ -68,7 +68,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
             scalar (float64 for float64 weights, as `weight`). None for gradients that came without a loss.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
-        updated: Whether this call updated the parameters: a user's optimizer may leave out an update. Bool scalar.
+        updated: Whether this call updated the parameters. `skip_above` and a user's optimizer may leave out an update.
+            Bool scalar.
         grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter if the

@@ -4,10 +4,10 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place
+from ms_gradaccum.backend.arithmetic import as_dtype, cast_each_like, scale, scale_each_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
@@ -16,6 +16,10 @@ from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import Grads
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
+
+
+def _store(total: Parameter, value: Tensor) -> Tensor:
+    return ops.assign(total, as_dtype(value, total.dtype))
 
 
 def _value_of(grad: Tensor) -> Tensor:
@@ -38,6 +42,9 @@ class Update(nn.Cell):
         self.handed_scale = handed
         self.loss_scale = settings.precision.loss_scale
         self.clip = settings.clip.of(self.buffer.names)
+        self.chunks = self.buffer.chunks
+        if self.clip.is_own:
+            self.chunks = ((0, len(self.buffer.names)),)
         # True if the optimizer takes the sums themselves.
         pairs = zip(reducer.sums, reducer.parameters)
         self.in_place = all(total.dtype == parameter.dtype for total, parameter in pairs)
@@ -53,7 +60,12 @@ class Update(nn.Cell):
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
     def mean_gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return as `gradients`, but no gradients if an optimizer outside of the graph takes the sums themselves."""
+        """Return as `gradients`, but no gradients if an optimizer outside of the graph takes the sums themselves.
+
+        A clip of the program comes after this graph: the sums are then means that are not clipped.
+        """
+        if self.clip.is_own:
+            return ops.depend(norm, self.scaled(self.loss_scale.unscaled(self.buffer.reciprocal_weight()))), ()
         clipped_norm, grads = self.gradients(norm, *limit)
         if self.in_place:
             return ops.depend(clipped_norm, grads), ()
@@ -75,25 +87,31 @@ class Update(nn.Cell):
     def means(self, norm: Tensor, *limit: Tensor) -> Grads:
         """Replace the sums by the clipped means, chunk by chunk."""
         factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        norms: Grads = ()
         if self.clip.has_one_factor:
-            factor = factor * self.clip.factor(norm, *limit)
+            return self.scaled(factor * self.clip.factor(norm, *limit))
+        norms: Grads = ()
         if self.clip.has_groups:
             # A norm of means could underflow: the squares of the sums are finite.
             norms = self.clip.norms(self.reducer.squares(tuple(self.reducer.sums)), factor)
             factor = ops.depend(factor, norms)
         means: Grads = ()
-        for begin, end in self.buffer.chunks:
+        for begin, end in self.chunks:
             sums = chunk_of(self.reducer.sums, begin, end)
-            if self.clip.has_one_factor:
-                stored = scale_each_in_place(factor, tuple(sums))
+            clipped = map_tensors(ops.partial(scale, factor), sums)
+            if self.clip.has_groups:
+                clipped = self.clip(clipped, chunk_of(norms, begin, end))
             else:
-                clipped = map_tensors(ops.partial(scale, factor), sums)
-                if self.clip.has_groups:
-                    clipped = self.clip(clipped, chunk_of(norms, begin, end))
-                else:
-                    clipped = self.clip(clipped, norm, *limit)
-                stored = map_tensors(ops.assign, sums, clipped)
+                clipped = self.clip(clipped, norm, *limit)
+            stored = map_tensors(_store, sums, clipped)
+            means += stored
+            factor = copy_after(factor, stored)
+        return means
+
+    def scaled(self, factor: Tensor) -> Grads:
+        """Multiply the sums by a number, chunk by chunk."""
+        means: Grads = ()
+        for begin, end in self.buffer.chunks:
+            stored = scale_each_in_place(factor, tuple(chunk_of(self.reducer.sums, begin, end)))
             means += stored
             factor = copy_after(factor, stored)
         return means
@@ -121,6 +139,7 @@ class EagerUpdate:
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer = update.optimizer
+        self.update = update
         self.sums = update.reducer.sums
         self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
@@ -136,20 +155,28 @@ class EagerUpdate:
                 remedy = "Take one of mindspore.nn or mindspore.experimental."
             warn(f"For '{owner}', {kind.__name__} of mindspore.mint {does}, also in MindSpore's own step. {remedy}")
 
-    def __call__(self, *norm_and_limit: Tensor) -> Tensor:
-        clipped_norm, grads = self.mean_gradients(*norm_and_limit)
-        self._run_op_by_op(grads)
-        self.end(NOTHING)
-        return clipped_norm
-
-    def _run_op_by_op(self, grads: Grads) -> None:
+    def __call__(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        clipped_norm, grads = self.mean_gradients(norm, *limit)
         self.jit_parts.follow()
         # Bypass the hook that detects other callers.
         run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
         with op_by_op():
             if not grads:
-                # A user's optimizer may keep its inputs, so it gets copies of the sums.
-                grads = tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
+                grads = tuple(self.sums)
+                if self.is_users or self.update.clip.is_own:  # They may keep their inputs.
+                    grads = tuple(total.value() for total in self.sums)
+            if self.update.clip.is_own:
+                clipped_norm, grads = self._clipped(grads, norm)
             run(grads)
         if self.is_users:  # It may have moved them itself.
             self.jit_parts.note_places()
+        self.end(NOTHING)
+        return clipped_norm
+
+    def _clipped(self, means: Grads, norm: Tensor) -> tuple[Tensor, Grads]:
+        """Return what the program's clip makes of the means: their norm, and the optimizer's input."""
+        clipped = self.update.clip(means, norm)
+        clipped_norm = self.update.reducer.norm(clipped)
+        handed = Tensor(self.update.handed_scale, ms.float32)
+        scaled = map_tensors(ops.partial(scale, handed), clipped)
+        return clipped_norm, cast_each_like(scaled, self.update.reducer.parameters)

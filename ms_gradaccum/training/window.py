@@ -56,7 +56,7 @@ class Window:
         # The first buffer counts the batches for all.
         self.count = BatchCount(reducers[0].buffer)
         training = AdvisedTraining(
-            settings.accumulation_steps,
+            settings.window_length.most,
             settings.compiles,
             is_half(network.network, settings.precision),
             settings.check_loss,

@@ -108,8 +108,8 @@ class BuiltUpdates:
     def __init__(self, update: Update, settings: StepSettings) -> None:
         self.update = update
         self.settings = settings
-        # In PYNATIVE mode, too.
-        self.compiles = settings.compiles or compiles_itself(update.optimizer)
+        # In PYNATIVE mode, too, but not a clip of the program.
+        self.compiles = settings.compiles or (compiles_itself(update.optimizer) and not update.clip.is_own)
         # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
         self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
 
@@ -136,7 +136,8 @@ class BuiltUpdates:
 class WindowEnd(nn.Cell):
     """The end of a window for one optimizer: one update from the sums in the buffer, then an empty buffer.
 
-    reduce over ranks, norm of the mean, finite?, divide by the weight, unscale, clip, optimizer, clear, adjust scale.
+    reduce over ranks, norm of the mean, finite?, too large?, divide by the weight, unscale, clip, optimizer, clear,
+    adjust scale.
 
     From the host, `reduce` and `finish` each run one half as a graph, and Python reads the decision in between.
     In a larger graph, `construct` runs both halves, and the decision is a branch.
@@ -145,6 +146,7 @@ class WindowEnd(nn.Cell):
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
         self.loss_scale = settings.precision.loss_scale
+        self.norm_limit = settings.norm_limit
         self.reducer = reducer
         self.buffer = reducer.buffer
         self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
@@ -176,7 +178,7 @@ class WindowEnd(nn.Cell):
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
         overflow = report["overflow"]
-        updated = report["updated"]
+        updated = self.norm_limit(norm, report["updated"])
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
@@ -283,7 +285,13 @@ class WindowEnds:
             if not outputs:
                 self.is_bad = is_bad
             outputs.append(output)
-        self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
+        if len(outputs) > 1:
+            outputs = with_one_norm(outputs)
+        limit = self.settings.norm_limit
+        if limit.given is not None:
+            updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
+            outputs = [output._replace(updated=updated) for output in outputs]
+        self.outputs = outputs
 
     def finish(self, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
@@ -336,6 +344,8 @@ class WindowEnds:
             outputs = [output._replace(**_nothing()) for output in outputs]
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
+        elif float(first.weight.asnumpy()) > 0:
+            self.advisor.after_high_norm(first.grad_norm, self.settings.norm_limit.given)
         for reducer in self.reducers:
             reducer.buffer.clear()
         return outputs

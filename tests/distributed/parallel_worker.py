@@ -27,6 +27,7 @@ from scenarios import (  # noqa: E402
     ONE_SHAPE,
     OPTIMIZERS,
     STEPS,
+    Halved,
     batch,
     build_network,
     build_step,
@@ -35,6 +36,7 @@ from scenarios import (  # noqa: E402
     train,
     train_batches,
     train_lookup,
+    train_with_a_spike,
     uneven_data,
     weights_of,
 )
@@ -48,6 +50,7 @@ from ms_gradaccum import (  # noqa: E402
     GradAccumulation,
     MixedPrecision,
     Model,
+    NormSpike,
     TrainOneStepCell,
 )
 from ms_gradaccum.parallel import world  # noqa: E402
@@ -172,14 +175,14 @@ def count_messages():
                 results[f"messages unforeseen {name}"] = unforeseen_messages_of(KINDS[name])
 
 
-def messages_of(kind, micro_size, clip=None, num_norm_reductions=1):
+def messages_of(kind, micro_size, clip=None, num_norm_reductions=1, skip_above=None):
     """Return the messages and sums of a window of one batch, and those that its layout stands for.
 
     The norm after a clip by value takes one more reduction, and the norms of groups another one.
     """
     network = build_network()
     parameters = network.trainable_params()
-    settings = {"parallel": kind, "clip": clip}
+    settings = {"parallel": kind, "clip": clip, "skip_above": skip_above}
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
@@ -232,6 +235,28 @@ def count_in(step):
     with mock.patch.object(world, "_send", counted_gather):
         step(*inputs)
     return sent
+
+
+def leave_a_window_out():
+    for name in ("data parallel", "all shards", "all shards, level2"):
+        for limit in (NormSpike(std=3.0, windows=4), 100.0):
+            result = train_with_a_spike(rank, size, skip_above=limit, parallel=KINDS[name])
+            results[f"left out {name}, {type(limit).__name__}"] = result
+        results[f"messages left out {name}"] = [
+            messages_of(KINDS[name], 2, skip_above=limit)["sent"] for limit in (None, NormSpike())
+        ]
+
+
+def clip_by_a_cell_of_its_own():
+    results["own clip"] = train_with_a_spike(rank, size, clip=Halved(), parallel=KINDS["data parallel"])
+    network = build_network()
+    before = [weight.shape for weight in network.trainable_params()]
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    try:
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=Halved(), parallel=HSDP(2, 0))
+    except ValueError as error:
+        results["own clip refused"] = str(error)
+    results["left whole"] = [weight.shape for weight in optimizer.parameters] == before
 
 
 def start_from_different_weights():
@@ -400,10 +425,11 @@ PARTS += (
     else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [] if size == 4 else [train_in_the_context_of_data_parallel, train_in_pynative_mode]
+PARTS += [] if size == 4 else [leave_a_window_out, clip_by_a_cell_of_its_own]
 PARTS += [count_messages]
 # What is not about the compiler: it would take most of the time.
 EAGER = [save_and_load, train_on_from_another_world, save_at_an_update, notice_different_weights, look_inside_a_window]
-EAGER += [run_out_of_data_early]
+EAGER += [run_out_of_data_early, leave_a_window_out, clip_by_a_cell_of_its_own]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:
     with eagerly() if part in EAGER else nullcontext():

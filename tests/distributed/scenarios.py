@@ -90,6 +90,24 @@ def train(optimizer, clip, rank=0, size=1, **settings):
     return network, step.optimizer, train_batches(step, range(STEPS), rank, size)
 
 
+def train_with_a_spike(rank=0, size=1, **settings):
+    """Train one batch again and again, once 30 times as large; the steps of the others are the same."""
+    network, step = build_step("Momentum", **settings)
+    updated = []
+    for factor in (1, 1, 1, 30, 1):
+        arrays = [array * factor for array in batch(0)]
+        output = step(*[Tensor(array) for array in share(arrays, rank, size)])
+        updated.append(bool(output.updated.asnumpy()))
+    return {"weights": weights_of(network), "updated": updated, "fingerprint": fingerprint(network)}
+
+
+class Halved(nn.Cell):
+    """A clip of a program's own."""
+
+    def construct(self, grads, norm):
+        return tuple(grad * 0.5 for grad in grads)
+
+
 @functools.cache
 def whole_batches(optimizer, windows):
     """MindSpore's own step in one process, on the rows of all processes and of all batches of each window at once."""

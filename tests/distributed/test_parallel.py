@@ -16,12 +16,15 @@ from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
     OPTIMIZERS,
     STEPS,
+    Halved,
+    batch,
     build_network,
     build_step,
     fingerprint,
     train,
     train_batches,
     train_lookup,
+    train_with_a_spike,
     uneven_data,
     weights_of,
     whole_batches,
@@ -127,6 +130,39 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
     for name, shards in (("two shards", 2), ("all shards", 4), ("all shards, level2", 4)):
         expected = 3 * ((sum(sizes) - small) // shards + small) + rest  # weight and two moments
         assert four[0][f"{name}, norm"]["state"] == expected
+
+
+@pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
+@pytest.mark.parametrize("limit", ["NormSpike", "float"])
+def test_all_processes_leave_out_the_same_window(name, limit, two):
+    without = one_process_without_the_spike()
+    for report in two:
+        got = report[f"left out {name}, {limit}"]
+        assert got["updated"] == [True, True, True, False, True]
+        np.testing.assert_allclose(got["weights"], without, rtol=2e-5, atol=2e-6)
+    # Nothing is sent for it.
+    sent, sent_with_a_limit = two[0][f"messages left out {name}"]
+    assert sent == sent_with_a_limit != []
+
+
+@functools.cache
+def one_process_without_the_spike():
+    """MindSpore's own step on the rows of all processes."""
+    network = build_network()
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    step = nn.TrainOneStepCell(cell, OPTIMIZERS["Momentum"](network.trainable_params())).set_train()
+    for _ in range(4):
+        step(*map(Tensor, batch(0)))
+    return weights_of(network)
+
+
+def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
+    expected = train_with_a_spike(clip=Halved())["weights"]
+    assert not np.allclose(expected, train_with_a_spike()["weights"], rtol=1e-3)
+    for report in two:
+        np.testing.assert_allclose(report["own clip"]["weights"], expected, rtol=2e-5, atol=2e-6)
+        assert "a clip of your own needs whole gradients, but got Halved with HSDP(" in report["own clip refused"]
+        assert report["left whole"]
 
 
 @pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])

@@ -110,8 +110,8 @@ def test_several_optimizers_of_a_network_have_no_groups():
     optimizers = [nn.SGD([cell.embedding], 0.1), nn.SGD([cell.bias, cell.weight], 0.1)]
     text = (
         "For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-        "ClipByGroupNorm(limits={'*': 1.0}) with 2 optimizers. A group would be two: use one optimizer, or "
-        "ClipByGlobalNorm."
+        "ClipByGroupNorm(limits={'*': 1.0}) with 2 optimizers. It would clip the gradients of each apart: use "
+        "one optimizer, or ClipByGlobalNorm."
     )
     with pytest.raises(ValueError, match=whole(text)):
         Accumulator(cell, optimizers, clip=ClipByGroupNorm({"*": 1.0}))

@@ -1,12 +1,27 @@
-"""A new clip is a class with `construct(grads, norm)`: here one that nothing in the package has heard of."""
+"""A clip of one's own: a cell with `construct(grads, norm)`, here two from papers, or a `Clip` of the package."""
 
+import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, ops
-from step_probe import Around, Weights, keeping_step, number
+from linear_toy import line, sgd
+from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from step_probe import Around, KeepGradients, Weights, changed, keeping_step, number, values_of
 
+from ms_gradaccum import (
+    HSDP,
+    Accumulator,
+    GradAccumulation,
+    MixedPrecision,
+    Model,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
 from ms_gradaccum.backend.tensors import map_tensors
-from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.clipping import Clip, OwnClip, check_clip
+from ms_gradaccum.parallel import factory
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
 
 
 def at_most(limit, grad):
@@ -39,3 +54,296 @@ def test_in_a_larger_graph_too(mode):
     whole(Tensor(FIRST))
     whole(Tensor(SECOND))
     np.testing.assert_allclose(step.optimizer.gradients(), [[2.5, 2.5]], rtol=1e-6)
+
+
+def scaled_row(limit, weight, grad):
+    largest = limit * ops.maximum(ops.sqrt(ops.sum(weight * weight, (1,), True)), 1e-3)
+    norm = ops.maximum(ops.sqrt(ops.sum(grad * grad, (1,), True)), 1e-6)
+    return ops.select(norm > largest, grad * (largest / norm), grad)
+
+
+class AGC(nn.Cell):
+    """Adaptive gradient clipping, row by row (Brock et al., 2021)."""
+
+    def __init__(self, parameters, limit=0.5):
+        super().__init__(auto_prefix=False)
+        self.weights = ParameterTuple(parameters)
+        self.limit = limit
+        self.map = ops.HyperMap()
+
+    def construct(self, grads, norm):
+        return self.map(ops.partial(scaled_row, self.limit), tuple(self.weights), grads)
+
+
+def moved(share, average, grad):
+    return ops.assign(average, share * average + (1 - share) * grad)
+
+
+def amplified(factor, grad, average):
+    return grad + factor * average
+
+
+class GrokFast(nn.Cell):
+    """Add an average of earlier gradients ("Grokfast", Lee et al., 2024)."""
+
+    def __init__(self, parameters, share=0.5, factor=2.0):
+        super().__init__(auto_prefix=False)
+        self.averages = ParameterTuple(parameters).clone("grokfast", "zeros")
+        for average in self.averages:
+            average.requires_grad = False
+        self.share = share
+        self.factor = factor
+        self.map = ops.HyperMap()
+
+    def construct(self, grads, norm):
+        averages = self.map(ops.partial(moved, self.share), tuple(self.averages), grads)
+        return self.map(ops.partial(amplified, self.factor), grads, averages)
+
+
+RANDOM = np.random.default_rng(5)
+X, Y = RANDOM.normal(size=(6, 8, 3)).astype(np.float32), RANDOM.normal(size=(6, 8, 2)).astype(np.float32)
+START = RANDOM.normal(size=(2, 3)).astype(np.float32)
+RATE = 0.3
+
+
+def dense():
+    return nn.Dense(3, 2, Tensor(START), has_bias=False)
+
+
+def step_of(make_clip, micro_size=2, **settings):
+    network = dense()
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    settings.setdefault("check_loss", False)
+    return TrainOneStepCell(loss_cell, optimizer, clip=make_clip(optimizer.parameters), **settings)
+
+
+def weights_of(step):
+    return step.optimizer.parameters[0].asnumpy()
+
+
+def by_numpy(clip, windows):
+    """The weights after an update of the whole rows of each window."""
+    weight = START.astype(np.float64)
+    for batches in windows:
+        x, y = np.concatenate(X[batches]), np.concatenate(Y[batches])
+        grad = (x @ weight.T - y).T @ x * 2 / y.size
+        weight = weight - RATE * clip(weight, grad)
+    return weight
+
+
+def agc(weight, grad, limit=0.5):
+    largest = limit * np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), 1e-3)
+    norm = np.linalg.norm(grad, axis=1, keepdims=True)
+    return np.where(norm > largest, grad * largest / norm, grad)
+
+
+class Grokking:
+    average = 0.0
+
+    def __call__(self, weight, grad):
+        self.average = 0.5 * self.average + 0.5 * grad
+        return grad + 2.0 * self.average
+
+
+CLIPS = {"AGC": (AGC, lambda: agc), "GrokFast": (GrokFast, Grokking)}
+WINDOWS = [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_cell_trains_as_numpy_does_on_the_whole_batch(name, mode):
+    make_clip, make_reference = CLIPS[name]
+    step = step_of(make_clip, accumulation_steps=2)
+    for x, y in zip(X, Y):
+        output = step(Tensor(x), Tensor(y))
+    expected = by_numpy(make_reference(), WINDOWS)
+    np.testing.assert_allclose(weights_of(step), expected, rtol=1e-5, atol=1e-6)
+    assert number(output.clipped_grad_norm) != number(output.grad_norm)
+    # Without a clip, and clipped batch by batch, the weights are others.
+    assert not np.allclose(expected, by_numpy(lambda weight, grad: grad, WINDOWS), rtol=1e-3)
+    assert not np.allclose(expected, by_numpy(make_reference(), [[i] for i in range(6)]), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_cell_in_a_larger_graph(name, mode):
+    make_clip, make_reference = CLIPS[name]
+    step = step_of(make_clip, accumulation_steps=2)
+    whole = Around(step)
+    for x, y in zip(X, Y):
+        whole(Tensor(x), Tensor(y))
+    np.testing.assert_allclose(weights_of(step), by_numpy(make_reference(), WINDOWS), rtol=1e-5, atol=1e-6)
+
+
+def test_the_reported_norm_is_that_of_what_the_cell_returns(mode):
+    step = step_of(AGC)
+    output = step(Tensor(X[0]), Tensor(Y[0]))
+    grad = (X[0] @ START.T - Y[0]).T @ X[0] * 2 / Y[0].size
+    assert number(output.grad_norm) == pytest.approx(np.linalg.norm(grad), rel=1e-5)
+    assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(agc(START, grad)), rel=1e-5)
+
+
+class Scaled(nn.Cell):
+    """Multiply by a number of Python that the program changes, and count the calls."""
+
+    def __init__(self, factor=2.0):
+        super().__init__(auto_prefix=False)
+        self.factor = factor
+        self.seen = []
+
+    def construct(self, grads, norm):
+        self.note(norm)
+        return tuple(grad * self.factor for grad in grads)
+
+    def note(self, norm):
+        self.seen.append(norm)
+
+
+def test_op_by_op_it_obeys_what_the_program_changes():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    clip = Scaled()
+    step = keeping_step(Weights(2), clip=clip, check_loss=False)
+    step(Tensor(FIRST))
+    np.testing.assert_allclose(step.optimizer.gradients(), [[12, 0]])
+    clip.factor = 3.0
+    step(Tensor(FIRST))
+    np.testing.assert_allclose(step.optimizer.gradients(), [[18, 0]])
+    assert [number(norm) for norm in clip.seen] == [6, 6]
+
+
+def test_it_gets_float32_and_an_optimizer_with_a_scale_gets_that_scale(mode):
+    class Seen(nn.Cell):
+        def construct(self, grads, norm):
+            return (ops.minimum(grads[0], 4.0),)
+
+    network = Weights(2)
+    manager = amp.FixedLossScaleManager(128, drop_overflow_update=False)
+    optimizer = nn.Momentum(network.trainable_params(), 1.0, 0.0, loss_scale=128.0)
+    step = TrainOneStepCell(network, optimizer, clip=Seen(), mixed_precision=manager, check_loss=False)
+    output = step(Tensor(FIRST))  # a gradient of 6
+    assert number(output.clipped_grad_norm) == 4
+    np.testing.assert_allclose(network.weight.asnumpy(), [-4, 0])
+
+
+def test_weights_of_16_bits_get_sums_of_32(mode):
+    class Tiny(nn.Cell):
+        """Its product underflows in float16."""
+
+        def construct(self, grads, norm):
+            return (grads[0] * 1e-8 * 1e8,)
+
+    loss_cell = Weights(2, ms.float16)
+    optimizer = KeepGradients(loss_cell.trainable_params())
+    step = TrainOneStepCell(loss_cell, optimizer, clip=Tiny(), check_loss=False)
+    step(Tensor(FIRST.astype(np.float16)))
+    np.testing.assert_allclose(optimizer.gradients(), [[6, 0]], rtol=1e-3)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("at", [1, 3])
+def test_its_parameters_are_saved_with_the_step(at, tmp_path):
+    step = step_of(GrokFast, accumulation_steps=2)
+    for x, y in zip(X[:at], Y[:at]):
+        step(Tensor(x), Tensor(y))
+    save_state(step, tmp_path)
+    ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
+    for x, y in zip(X[at:], Y[at:]):
+        step(Tensor(x), Tensor(y))
+    resumed, loaded = step_of(GrokFast, accumulation_steps=2), step_of(GrokFast, accumulation_steps=2)
+    load_state(resumed, tmp_path)
+    ms.load_checkpoint(str(tmp_path / "step.ckpt"), loaded)
+    for again in (resumed, loaded):
+        for x, y in zip(X[at:], Y[at:]):
+            again(Tensor(x), Tensor(y))
+        assert changed(values_of(step), values_of(again)) == set()
+    assert "grokfast.weight" in values_of(step)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_skipped_window_leaves_its_parameters_alone():
+    step = step_of(GrokFast, skip_above=1e-6, mixed_precision=MixedPrecision(level="O0"))
+    before = values_of(step)
+    step(Tensor(X[0]), Tensor(Y[0]))
+    step(Tensor(np.full_like(X[0], np.inf)), Tensor(Y[0]))
+    assert changed(before, values_of(step)) == {"mixed_precision.loss_scale"}
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_model_and_a_loop_take_it_too():
+    network = dense()
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    data = ms.dataset.NumpySlicesDataset((np.concatenate(X), np.concatenate(Y)), shuffle=False).batch(16)
+    model = Model(network, nn.MSELoss(), optimizer, clip=AGC(optimizer.parameters), check_loss=False)
+    model.train(1, data)
+    expected = by_numpy(agc, WINDOWS)
+    np.testing.assert_allclose(network.weight.asnumpy(), expected, rtol=1e-5, atol=1e-6)
+    network = dense()
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    accumulator = Accumulator(
+        nn.WithLossCell(network, nn.MSELoss()), optimizer, 2, clip=AGC(optimizer.parameters), check_loss=False
+    )
+    for x, y in zip(X, Y):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(x), Tensor(y))
+            accumulator.step()
+    np.testing.assert_allclose(network.weight.asnumpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+class Fewer(nn.Cell):
+    def construct(self, grads, norm):
+        return grads[:1]
+
+
+class Summed(nn.Cell):
+    def construct(self, grads, norm):
+        return grads[0].sum(), grads[1]
+
+
+@pytest.mark.parametrize("kind", [Fewer, Summed])
+def test_other_gradients_than_it_got_are_refused(kind, mode):
+    network = nn.Dense(2, 1)
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), clip=kind(), check_loss=False)
+    with pytest.raises(ValueError, match="the cell must return one gradient for each that it gets, of shapes"):
+        step(Tensor(np.ones((2, 2), np.float32)), Tensor(np.ones((2, 1), np.float32)))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("make_clip", [lambda: nn.Dense(1, 1), lambda: sgd(line())], ids=["Dense", "SGD"])
+def test_a_cell_that_takes_something_else_is_refused(make_clip):
+    with pytest.raises(TypeError, match=r"'clip' must be a cell with construct\(grads, norm\), but got"):
+        check_clip("TrainOneStepCell", make_clip())
+
+
+@pytest.mark.usefixtures("eager")
+def test_several_optimizers_or_networks_are_refused():
+    cells = [nn.WithLossCell(line(), nn.MSELoss()) for _ in range(2)]
+    with pytest.raises(ValueError, match="'clip' must be one for all optimizers of a network, but got HalfOf"):
+        both = nn.CellList([line(), line()])
+        both[1].weight.name = "other"
+        Accumulator(Chained(both), [sgd(each) for each in both], clip=HalfOf())
+    with pytest.raises(ValueError, match="a clip of your own is for one network, but got HalfOf for 2"):
+        Accumulator(cells, [sgd(cell) for cell in cells], clip=HalfOf())
+
+
+class Chained(nn.Cell):
+    def __init__(self, cells):
+        super().__init__(auto_prefix=False)
+        self.parts = cells
+
+    def construct(self, x):
+        return self.parts[1](self.parts[0](x)).mean()
+
+
+class HalfOf(nn.Cell):
+    def construct(self, grads, norm):
+        return map_tensors(ops.partial(at_most, norm * 0.5), grads)
+
+
+@pytest.mark.usefixtures("eager")
+def test_shards_of_gradients_are_refused():
+    optimizer = sgd(line())
+    with pytest.raises(ValueError, match="a clip of your own needs whole gradients, but got HalfOf with HSDP"):
+        factory._check_clip("Model", HSDP(threshold=0), optimizer, OwnClip(HalfOf()))
+    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    with pytest.raises(ValueError, match="'clip' must be one for all in semi-auto-parallel, but got HalfOf"):
+        check_step(SemiAuto(None), cell, sgd(cell), clip=OwnClip(HalfOf()))

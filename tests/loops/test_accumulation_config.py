@@ -127,8 +127,9 @@ def test_a_window_never_has_more_batches_than_when_it_began(milestones, passes):
 def test_a_schedule_by_epochs_needs_a_prepared_dataset():
     _, accumulator = toy_loop(schedule={0: 2})
     sentence = (
-        "For 'AccumulationConfig', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
-        "batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function."
+        "For 'AccumulationConfig', the argument 'schedule' counts epochs, which takes a Model or a prepared dataset, "
+        "but got a batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a function, or "
+        "samples with BySamples."
     )
     for _ in range(2):
         with raises(ValueError, sentence), accumulator.accumulate():

@@ -90,3 +90,43 @@ def test_a_parameter_called_step_stays():
     optimizer = nn.AdaFactor(network.trainable_params(), learning_rate=0.1, relative_step=False, scale_parameter=False)
     loop_of(network, optimizer, 1).prepare(optimizer)
     assert isinstance(optimizer.step, ms.Parameter)
+
+
+class OwnSGD(nn.SGD):
+    """A user's optimizer, as in PyTorch, with methods of these names."""
+
+    def step(self, gradients):
+        return self(gradients)
+
+    def zero_grad(self):
+        return "mine"
+
+
+class OwnStep(nn.SGD):
+    def step(self, gradients):
+        return self(gradients)
+
+
+def test_the_methods_of_the_users_own_class_stay():
+    network = line()
+    optimizer = OwnSGD(network.trainable_params(), 0.02)
+    accumulator = loop_of(network, optimizer, 1)
+    accumulator.prepare(optimizer)
+    assert optimizer.step.__func__ is OwnSGD.step
+    assert optimizer.zero_grad() == "mine"
+    accumulator.backward(*FOUR[0])
+    assert accumulator.step().updated
+    assert weight_of(network) == pytest.approx(descend((1, 2)), rel=1e-6)
+
+
+def test_each_name_is_taken_by_itself_and_a_loop_that_relies_on_the_other_ends_loudly():
+    network = line()
+    optimizer = OwnStep(network.trainable_params(), 0.02)
+    accumulator = loop_of(network, optimizer, 1)
+    accumulator.prepare(optimizer)
+    accumulator.backward(*FOUR[0])
+    optimizer.zero_grad()  # that of the loop
+    assert not accumulator.windows[0].is_open
+    accumulator.backward(*FOUR[0])
+    with pytest.raises(TypeError, match="gradients"):
+        optimizer.step()

@@ -433,6 +433,11 @@ def a_step_op_by_op(*_):
     step_of(loss_cell())(*LINES)
 
 
+@says("For 'TrainOneStepCell', the norm ... of a window is above skip_above=")
+def a_gradient_above_the_limit(*_):
+    step_of(loss_cell(), skip_above=1.0)(*LINES)
+
+
 @says("For 'TrainOneStepCell', one window in 100 must have a finite gradient")
 def nothing_but_inf(*_):
     step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))

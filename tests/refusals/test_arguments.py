@@ -77,7 +77,7 @@ def test_limits_are_positive_finite_numbers_and_a_bool_is_none(name):
 
 OPTIMIZER = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental, but got {}. Build it from "
 OPTIMIZER += "network.trainable_params()."
-CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, but got {!r}. For example "
+CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, a cell or None, but got {!r}. For example "
 CLIP += "clip=ClipByGlobalNorm(1.0)."
 OF_STEP = {
     "network": ((2,), "must be an nn.Cell, but got {0!r} of type int. Give a GradAccumulation or a loss cell."),
@@ -136,7 +136,7 @@ EXAMPLE, SEVERAL = (
     "For example schedule={0: 1, 4: 2}.",
     "Several networks take a list with the optimizer (or optimizers) of each.",
 )
-SCHEDULE, KEYS = "a dict from epochs to numbers of batches, a function or None, but got", "a dict whose keys are"
+SCHEDULE, KEYS = "a dict from epochs to numbers of batches, a BySamples or a function, but got", "a dict whose keys are"
 LAST_WINDOW = (
     "one of 'apply', 'drop', 'carry', but got {}. "
     "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."

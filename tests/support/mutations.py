@@ -213,6 +213,30 @@ for end in self.of_optimizers:
         CLIPS,
     ),
     Mutation(
+        "a window whose norm is too large makes an update",
+        "gradients/norm_limit.py",
+        "_unless",
+        "return ops.logical_and(updated, ops.logical_not(ops.logical_and(is_above, ops.isfinite(norm))))",
+        "return updated",
+        ("gradients/test_skip_above.py",),
+    ),
+    Mutation(
+        "the norms of before are not in a state",
+        "training/settings.py",
+        "StepSettings.kept_cells",
+        "return self.precision.loss_scale, self.norm_limit, self.clip",
+        "return self.precision.loss_scale, self.clip",
+        ("gradients/test_skip_above.py",),
+    ),
+    Mutation(
+        "a window that is carried takes the length of the next epoch",
+        "loops/train_step.py",
+        "HostDrivenStep.steps_of_window",
+        "self.epoch_of(BEGUN)",
+        "self.epoch_of(0)",
+        ("loops/test_model_schedule.py",),
+    ),
+    Mutation(
         "what fails in mid-batch leaves its rows in the window",
         "training/window.py",
         "Window._end_failed",
@@ -255,9 +279,9 @@ for end in self.of_optimizers:
     Mutation(
         "an optimizer that keeps its gradients is given the sums themselves",
         "training/update.py",
-        "EagerUpdate._run_op_by_op",
-        "COPIES if self.is_users else SUMS",
-        "SUMS",
+        "EagerUpdate.__call__",
+        "COPIES = tuple(TOTAL.value() for TOTAL in SUMS)",
+        "pass",
         ("programs/test_optimizers_and_schedules.py",),
     ),
     Mutation(

@@ -40,12 +40,12 @@ class Meeting(NamedTuple):
     rank: int
 
 
-def work(builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
+def work(builder: Builder, home: str, updates: int) -> Iterator[dict[str, Any]]:
     """Do the part of one rank, and yield its report."""
     rank, size = connect()
     meeting = Meeting(Path(os.environ["TMPDIR"]), rank)
     found: dict[str, Any] = {}
-    build = partial(build_step, Builder(*builder), home)
+    build = partial(build_step, builder, home)
     # The programs of all devices have the same size, so without `run` one is enough.
     if rank == 0 or updates:
         step, batch = build()

@@ -1,0 +1,311 @@
+"""A window whose norm is too large makes no update: next to NumPy, with all that an optimizer remembers."""
+
+import warnings
+
+import numpy as np
+import pytest
+from linear_toy import batches, line, sgd, weight_of
+from mindspore import Tensor, nn
+from mindspore.experimental import optim
+from mindspore.experimental.optim.lr_scheduler import StepLR
+from step_probe import Around, Weights, changed, number, values_of
+
+from ms_gradaccum import (
+    EMA,
+    HSDP,
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    MixedPrecision,
+    Model,
+    NormSpike,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
+from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.gradients.norm_limit import check_skip_above
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
+
+DECAY, RATES = 0.1, [0.1, 0.05, 0.02, 0.01]
+
+
+def momentum(parameters):
+    return nn.Momentum(parameters, RATES, 0.9, weight_decay=DECAY)
+
+
+def decoupled(parameters):
+    return nn.AdamWeightDecay(parameters, RATES, weight_decay=DECAY)
+
+
+def step_of(make_optimizer=momentum, **settings):
+    network = Weights(2)
+    settings.setdefault("check_loss", False)
+    return TrainOneStepCell(GradAccumulation(network, 2), make_optimizer(network.trainable_params()), **settings)
+
+
+def rows(norm):
+    """Rows whose mean gradient has this norm; those of the micro batches have others."""
+    return np.float32([[norm * 1.2, 0], [0, norm * 1.6]])
+
+
+def trained_by_numpy(norms):
+    """The weights after an update of each of these windows by Momentum with a weight decay and a list of rates."""
+    weight = np.zeros(2)
+    velocity = np.zeros(2)
+    for norm, rate in zip(norms, RATES, strict=True):
+        velocity = 0.9 * velocity + np.array([0.6, 0.8]) * norm + DECAY * weight
+        weight = weight - rate * velocity
+    return weight
+
+
+def run_windows(step, norms, split=False):
+    """Train windows of these norms, of one batch or of two. Return whether each has updated."""
+    updated = []
+    for norm in norms:
+        for part in np.split(rows(norm), 2) if split else [rows(norm)]:
+            output = step(Tensor(part))
+        if not isinstance(output, StepOutput):  # Items of a larger graph.
+            output = StepOutput(*output)
+        updated.append(bool(number(output.updated)))
+    return updated
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["batches", "windows"])
+def test_a_window_above_a_number_is_left_out(split, mode):
+    step = step_of(skip_above=4.0, accumulation_steps=2 if split else 1)
+    # One of exactly the limit is not above it.
+    assert run_windows(step, [1, 3, 5, 4, 1e6, 2], split) == [True, True, False, True, False, True]
+    np.testing.assert_allclose(step.network.network.weight.asnumpy(), trained_by_numpy([1, 3, 4, 2]), rtol=1e-5)
+    assert (step.events.updates, step.events.skipped_updates) == (4, 2)
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, decoupled, lambda p: optim.AdamW(p, 0.1)])
+def test_nothing_moves_in_a_window_that_is_left_out(make_optimizer, mode):
+    step = step_of(make_optimizer, skip_above=4.0, mixed_precision=MixedPrecision(level="O0", init_scale=8))
+    run_windows(step, [1, 2])
+    before = values_of(step)
+    output = step(Tensor(rows(5)))
+    assert changed(before, values_of(step)) == set()
+    assert not number(output.overflow)
+    assert number(output.weight) == 2
+    assert number(output.grad_norm) == number(output.clipped_grad_norm) == pytest.approx(5, rel=1e-6)
+    # Otherwise this proves nothing.
+    step(Tensor(rows(1)))
+    assert "weight" in changed(before, values_of(step))
+
+
+def test_the_norm_is_that_of_the_mean_gradient_before_the_clip(mode):
+    step = step_of(
+        skip_above=4.0, clip=ClipByGlobalNorm(1.0), mixed_precision=MixedPrecision(level="O0", init_scale=2.0**16)
+    )
+    # Before it is unscaled, the norm is 65536 times that; that of a micro batch is 1.2 and 1.6 times that.
+    assert run_windows(step, [3.9, 4.1]) == [True, False]
+    np.testing.assert_allclose(step.network.network.weight.asnumpy(), [-0.06, -0.08], rtol=1e-5)
+
+
+def test_a_window_above_the_limit_in_a_larger_graph(mode):
+    step = step_of(skip_above=4.0)
+    assert run_windows(Around(step), [1, 3, 5, 4, 1e6, 2]) == [True, True, False, True, False, True]
+    np.testing.assert_allclose(step.network.network.weight.asnumpy(), trained_by_numpy([1, 3, 4, 2]), rtol=1e-5)
+
+
+def spikes(norms, std, windows):
+    """Return whether each norm is above the mean of the last ones by so many standard deviations."""
+    history = []
+    decided = []
+    for norm in norms:
+        recent = np.array(history[-windows:])
+        is_spike = False
+        if len(recent) >= windows // 2:
+            limit = recent.mean() + std * recent.std(ddof=1)
+            assert abs(norm - limit) > 1e-4 * limit or not np.isfinite(norm)  # no matter of rounding
+            is_spike = norm > limit
+        decided.append(bool(is_spike))
+        if np.isfinite(norm):
+            history.append(norm)
+    return decided
+
+
+# A level with noise, two spikes in the first windows and two later, a NaN, and then a higher level, which stays.
+LEVELS = np.concatenate([np.full(26, 2.0), np.full(10, 9.0)]) + np.random.default_rng(0).uniform(0, 0.5, 36)
+LEVELS[[1, 10, 14]] = 40, 50, 1e18
+LEVELS[12] = np.nan
+SPIKE = {"std": 3.0, "windows": 8}
+
+
+def runs_of(step, kind):
+    return Around(step) if kind == "a larger graph" else step
+
+
+@pytest.mark.parametrize("kind", ["a step", "a larger graph"])
+def test_a_spike_is_told_from_a_level_as_numpy_does(kind, mode):
+    step = step_of(sgd_of, skip_above=NormSpike(**SPIKE))
+    found = run_windows(runs_of(step, kind), LEVELS)
+    is_spike = spikes(LEVELS, **SPIKE)
+    assert found == [not (spike or np.isnan(norm)) for spike, norm in zip(is_spike, LEVELS)]
+    # The early one is none yet; the new level begins as one, and is the normal one soon.
+    assert [i for i, spike in enumerate(is_spike) if spike] == [10, 14, 26]
+
+
+def sgd_of(parameters):
+    return nn.SGD(parameters, 1e-30)
+
+
+def test_equal_norms_are_no_spikes_of_their_mean(mode):
+    step = step_of(sgd_of, skip_above=NormSpike(std=0.01, windows=4))
+    assert run_windows(step, [0.1] * 8 + [0.11]) == [True] * 8 + [False]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("at", [3, 11, 26])
+def test_a_resumed_training_knows_the_norms_of_before(at, tmp_path):
+    step = step_of(sgd_of, skip_above=NormSpike(**SPIKE))
+    whole = run_windows(step, LEVELS[:at])
+    save_state(step, tmp_path)
+    rest = run_windows(step, LEVELS[at:])
+    resumed = step_of(sgd_of, skip_above=NormSpike(**SPIKE))
+    load_state(resumed, tmp_path)
+    assert run_windows(resumed, LEVELS[at:]) == rest
+    assert changed(values_of(step), values_of(resumed)) == set()
+    # One that forgets them decides otherwise.
+    assert run_windows(step_of(sgd_of, skip_above=NormSpike(**SPIKE)), LEVELS[at:]) != rest or at == 3
+    assert len(whole) == at
+
+
+@pytest.mark.usefixtures("eager")
+def test_two_optimizers_of_a_network_have_one_norm():
+    network = nn.CellList([Weights(1), Weights(1)])
+    network.update_parameters_name("w.")
+    for i, cell in enumerate(network):
+        cell.weight.name = f"weight{i}"
+
+    class Sum(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.parts = network
+
+        def construct(self, x):
+            return self.parts[0](x[:, :1]) + self.parts[1](x[:, 1:])
+
+    loss_cell = Sum()
+    optimizers = [nn.SGD(cell.trainable_params(), 1.0) for cell in network]
+    accumulator = Accumulator(loss_cell, optimizers, skip_above=4.5)
+    updated = []
+    for x in ([[3.0, 4.0]], [[3.0, 3.0]]):  # norms of 5 and 4.2; each optimizer has at most 4
+        accumulator.backward(Tensor(np.float32(x)))
+        updated.append(bool(number(accumulator.step().updated)))
+    assert updated == [False, True]
+    assert [cell.weight.asnumpy().item() for cell in network] == [-3, -3]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_loop_whose_window_is_left_out():
+    network = line()
+    optimizer = optim.SGD(network.trainable_params(), 0.02)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, skip_above=60.0)
+    ema = EMA(0.5, warmup_updates=0)
+    accumulator.add_callback(ema)
+    scheduler = accumulator.prepare(StepLR(optimizer, 1, 0.5))
+    seen = []
+    for x in (1.0, 5.0, 3.0):  # gradients of -4, -96 and -34.56
+        x = Tensor(np.float32([[x]]))
+        with accumulator.accumulate():
+            accumulator.backward(x, 2 * x)
+            norm = number(accumulator.clip_grad_norm(10.0))
+            accumulator.step()
+            scheduler.step()
+        seen.append((norm, accumulator.updated, number(optimizer.lrs[0]), ema.updates))
+    np.testing.assert_allclose([norm for norm, *_ in seen], [4, 96, 34.56], rtol=1e-5)
+    assert [updated for _, updated, *_ in seen] == [True, False, True]
+    np.testing.assert_allclose([rate for *_, rate, _ in seen], [0.01, 0.01, 0.005], rtol=1e-5)
+    assert [updates for *_, updates in seen] == [1, 1, 2]
+    assert weight_of(network) == pytest.approx(0.08 + 0.01 * 10, rel=1e-5)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_model_reports_the_windows_that_were_left_out():
+    network = line()
+    model = Model(network, nn.MSELoss(), sgd(network), skip_above=50.0, check_loss=False)
+    reporter = StepReporter()
+    events = []
+
+    class Told:
+        def on_update_end(self, event):
+            reporter.report(event.output)
+            events.append((event.updates, event.skipped_updates))
+
+    model.train_network.add_callback(Told())
+    model.train(1, batches(2))  # the gradients are -10, -45, -54.9 and -101.7
+    assert events == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert weight_of(network) == pytest.approx(0.02 * (10 + 45), rel=1e-5)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_flushed_window_that_is_left_out_is_reported():
+    step = step_of(skip_above=4.0, accumulation_steps=3)
+    step(Tensor(rows(5)))
+    output = step.flush()
+    assert not number(output.updated)
+    assert number(output.grad_norm) == pytest.approx(5, rel=1e-6)
+    assert step.flush() is None
+
+
+def told(step, norms):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_windows(step, norms)
+    return [str(each.message) for each in caught if "skip_above" in str(each.message)]
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_first_window_that_is_left_out_is_named():
+    assert told(step_of(skip_above=4.0), [1, 5, 6]) == [
+        "For 'TrainOneStepCell', the norm 5 of a window is above skip_above=4.0: this window makes no update, and "
+        "later windows like it are skipped without a warning. Count them by `skipped_updates`."
+    ]
+    assert told(step_of(skip_above=4.0), [1, 2]) == []
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_ranks_send_nothing_for_it():
+    for skip_above in (4.0, NormSpike()):
+        assert NetworkCode(check_skip_above("Model", skip_above)).reductions() == []
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("wrong", ["6", True, Tensor(1.0), [4.0]], ids=repr)
+@pytest.mark.parametrize("build", [TrainOneStepCell, Accumulator])
+def test_a_wrong_type_is_refused(build, wrong):
+    network = Weights(2)
+    with pytest.raises(TypeError, match="the argument 'skip_above' must be a norm, a NormSpike or None, but got"):
+        build(network, nn.SGD(network.trainable_params(), 0.1), skip_above=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, np.inf, np.nan])
+def test_a_norm_is_positive_and_finite(wrong):
+    with pytest.raises(ValueError, match="'skip_above' must be a positive number"):
+        check_skip_above("Model", wrong)
+    with pytest.raises(ValueError, match="'std' must be a positive number"):
+        NormSpike(std=wrong)
+
+
+def test_a_spike_needs_a_history():
+    with pytest.raises(ValueError, match="'windows' must be at least 4, but got 3"):
+        NormSpike(windows=3)
+    with pytest.raises(TypeError, match="'windows' must be a positive int"):
+        NormSpike(windows=8.0)
+
+
+def test_the_compiler_partitions_no_such_step():
+    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    with pytest.raises(ValueError, match="'skip_above' must be None in semi-auto-parallel, but got 4.0. Use DataPar"):
+        check_step(SemiAuto(None), cell, sgd(cell), skip_above=4.0)
+
+
+@pytest.mark.usefixtures("eager")
+def test_with_hsdp_in_one_process_the_norm_is_the_same():
+    assert run_windows(step_of(skip_above=4.0, parallel=HSDP(threshold=0)), [5, 3]) == [False, True]

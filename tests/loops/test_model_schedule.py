@@ -1,0 +1,246 @@
+"""Windows whose number of batches follows a schedule, in a Model and in a step: next to a loop by hand."""
+
+import numpy as np
+import pytest
+from linear_toy import Recorder, batches, descend, line, sgd, weight_of
+from loop_toy import FOUR, toy_loop, updates_of
+from mindspore import nn
+from refusal import raises
+from step_probe import Around, compilations
+
+from ms_gradaccum import BySamples, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum.loops import model as model_file
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph.settings import check_step
+from ms_gradaccum.training.window_length import WindowLength, check_window_length
+
+ROWS = [(1, 2), (3, 4), (5, 6), (7, 8)]
+RATE = 0.005
+EPOCHS = 4
+
+
+def by_updates(updates):
+    return 1 + updates // 2
+
+
+# What is given, and the length of a window by the epoch, the updates and the rows before it.
+SCHEDULES = {
+    "epochs": ({0: 1, 1: 3, 3: 2}, lambda epoch, updates, rows: [1, 3, 3, 2][epoch]),
+    "longer": ({0: 3, 1: 4}, lambda epoch, updates, rows: 3 if epoch == 0 else 4),
+    "late": ({2: 2}, lambda epoch, updates, rows: [1, 1, 2, 2][epoch]),
+    "updates": (by_updates, lambda epoch, updates, rows: by_updates(updates)),
+    "samples": (
+        BySamples({0: 2, 7: 3, 20: 1}, batch_size=2),
+        lambda epoch, updates, rows: 2 if rows < 7 else 3 if rows < 20 else 1,
+    ),
+}
+
+
+def by_hand(length_of, last_window="apply"):
+    """The rows of each window, and for each batch whether it has made an update."""
+    windows, updated, rows, count, batch = [], [], [], 0, 0
+    for epoch in range(EPOCHS):
+        for pair in ROWS:
+            if count == 0:
+                length = length_of(epoch, len(windows), 2 * batch)
+            rows = [*rows, *pair]
+            count += 1
+            batch += 1
+            is_last = count == length or (batch % 4 == 0 and last_window == "apply")
+            if is_last:
+                windows.append(rows)
+            if is_last or (batch % 4 == 0 and last_window == "drop"):
+                rows, count = [], 0
+            updated.append(is_last)
+    return windows, updated
+
+
+def trained(schedule, last_window="apply", **settings):
+    network = line()
+    model = Model(
+        network,
+        nn.MSELoss(),
+        sgd(network, RATE),
+        accumulation_steps=schedule,
+        last_window=last_window,
+        check_loss=False,
+        **settings,
+    )
+    recorder = Recorder()
+    model.train(EPOCHS, batches(2), callbacks=[recorder])
+    return network, model, recorder
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_model_trains_the_windows_of_a_schedule(name, last_window):
+    schedule, length_of = SCHEDULES[name]
+    network, model, recorder = trained(schedule, last_window)
+    windows, updated = by_hand(length_of, last_window)
+    assert len({len(rows) for rows in windows}) > 1  # otherwise this proves nothing
+    assert [bool(output.updated) for output in recorder.outputs] == updated
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+    assert (model.train_network.events.updates, model.train_network.events.batches) == (len(windows), 16)
+
+
+@pytest.mark.parametrize("name", ["epochs", "updates", "samples"])
+def test_in_both_modes_and_without_another_compilation(name, mode):
+    schedule, length_of = SCHEDULES[name]
+    network, model, _ = trained(schedule)
+    weight = descend(*by_hand(length_of)[0], learning_rate=RATE)
+    assert weight_of(network) == pytest.approx(weight, rel=1e-5)
+    with compilations() as compiled:
+        model.train(1, batches(2))
+    assert compiled == []
+
+
+class Stop(Recorder):
+    def on_train_step_end(self, run_context):
+        super().on_train_step_end(run_context)
+        if len(self.outputs) == self.stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("last_window", ["apply", "carry"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stop_after", [5, 6, 9, 10])
+def test_a_training_that_was_stopped_goes_on_with_its_window(stop_after, name, last_window, tmp_path):
+    schedule, length_of = SCHEDULES[name]
+    for stop in (stop_after, None):
+        network = line()
+        settings = {"accumulation_steps": schedule, "last_window": last_window, "check_loss": False}
+        model = Model(network, nn.MSELoss(), sgd(network, RATE), **settings)
+        callbacks = [Stop(stop), StateCheckpoint(tmp_path, save_checkpoint_steps=1)]
+        try:
+            model.train(EPOCHS, batches(2), callbacks=callbacks, resume=True)
+        except KeyboardInterrupt:
+            assert stop is not None
+    windows, _ = by_hand(length_of, last_window)
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_follows_updates_and_samples(tmp_path):
+    for name in ("updates", "samples"):
+        schedule, length_of = SCHEDULES[name]
+        network = line()
+        step = TrainOneStepCell(
+            nn.WithLossCell(network, nn.MSELoss()), sgd(network, RATE), accumulation_steps=schedule, check_loss=False
+        )
+        lengths = []
+        for x, y in FOUR * EPOCHS:
+            lengths.append(step.accumulation_steps)
+            step(x, y)
+        windows, _ = by_hand(length_of, "carry")
+        assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+        assert lengths[: len(windows[0]) // 2] == [len(windows[0]) // 2] * (len(windows[0]) // 2)
+        save_state(step, tmp_path / name)
+        load_state(step, tmp_path / name)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_loop_follows_samples():
+    schedule, length_of = SCHEDULES["samples"]
+    network, accumulator = toy_loop(schedule=schedule)
+    assert updates_of(accumulator, FOUR * EPOCHS) == by_hand(length_of, "carry")[1]
+    assert np.isfinite(weight_of(network))
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_alone_knows_no_epochs():
+    network = line()
+    step = TrainOneStepCell(
+        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps={0: 2}, check_loss=False
+    )
+    sentence = (
+        "For 'TrainOneStepCell', the argument 'accumulation_steps' counts epochs, which takes a Model or a prepared "
+        "dataset, but got a batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a "
+        "function, or samples with BySamples."
+    )
+    with raises(ValueError, sentence):
+        step(*FOUR[0])
+    assert step.events.batches == 0
+
+
+IN_GRAPH = "'accumulation_steps' must be a number in a larger graph and in data sink mode, but got by_updates. Call"
+
+
+def test_a_larger_graph_follows_no_schedule(mode):
+    network = line()
+    step = TrainOneStepCell(
+        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=by_updates, check_loss=False
+    )
+    if mode:  # In PYNATIVE mode a cell around it is no graph.
+        assert Around(step)(*FOUR[0]).updated
+        return
+    with pytest.raises(ValueError, match=IN_GRAPH):
+        Around(step)(*FOUR[0])
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_data_sink_follows_no_schedule(monkeypatch):
+    monkeypatch.setattr(model_file, "has_data_sink", lambda: True)
+    network = line()
+    model = Model(network, nn.MSELoss(), sgd(network), accumulation_steps=by_updates, check_loss=False)
+    with pytest.raises(ValueError, match=IN_GRAPH):
+        model.train(1, batches(2), dataset_sink_mode=True)
+    assert weight_of(network) == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_where_there_is_no_sink_its_mode_changes_nothing():
+    schedule, length_of = SCHEDULES["epochs"]
+    network = line()
+    model = Model(network, nn.MSELoss(), sgd(network, RATE), accumulation_steps=schedule, check_loss=False)
+    model.train(EPOCHS, batches(2), dataset_sink_mode=True)
+    assert weight_of(network) == pytest.approx(descend(*by_hand(length_of)[0], learning_rate=RATE), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "steps, error, text",
+    [
+        (
+            {},
+            ValueError,
+            "must be a dict from epochs to numbers of batches, a BySamples or a function, but got an empty",
+        ),
+        (
+            {-1: 2},
+            ValueError,
+            "must be a dict whose keys are not negative, but got -1. For example accumulation_steps=",
+        ),
+        ({0: 0}, ValueError, r"'accumulation_steps\[0\]' must be a positive int, but got 0"),
+        ("2", TypeError, "'accumulation_steps' must be a positive int"),
+        (2.0, TypeError, "'accumulation_steps' must be a positive int"),
+    ],
+)
+def test_a_wrong_schedule_is_refused(steps, error, text):
+    with pytest.raises(error, match=text):
+        check_window_length("Model", steps)
+
+
+@pytest.mark.parametrize(
+    "steps, batch_size, error, text",
+    [
+        ([1], 2, TypeError, "'steps' must be a dict, but got"),
+        ({0: 1}, 0, ValueError, "'batch_size' must be a positive int, but got 0"),
+        ({0: 1}, None, TypeError, "'batch_size' must be a positive int"),
+    ],
+)
+def test_wrong_numbers_of_samples_are_refused(steps, batch_size, error, text):
+    with pytest.raises(error, match=text):
+        BySamples(steps, batch_size)
+
+
+def test_what_a_function_returns_is_checked():
+    with pytest.raises(ValueError, match=r"'accumulation_steps\(3\)' must be a positive int, but got 0"):
+        check_window_length("Model", lambda updates: 0).at(0, 3, 0)
+
+
+def test_the_compiler_partitions_no_schedule():
+    cell = nn.WithLossCell(line(), nn.MSELoss())
+    length = WindowLength("TrainOneStepCell", "accumulation_steps", {0: 1})
+    with pytest.raises(ValueError, match="'accumulation_steps' must be 1 in semi-auto-parallel, but got {0: 1}"):
+        check_step(SemiAuto(None), cell, sgd(cell), window_length=length)
