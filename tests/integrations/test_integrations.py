@@ -218,7 +218,6 @@ def test_a_fixed_scale_is_taken_out_again(mindformers, scale_sense):
     ("setting", "value", "remedy"),
     [
         ("local_norm", True, "The norm is that of the window's mean gradient over all parameters."),
-        ("use_skip_data_by_global_norm", True, "A large gradient can be clipped: use_clip_grad: True."),
         ("micro_batch_num", 4, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense."),
     ],
 )
@@ -227,6 +226,15 @@ def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, settin
     expected = f"For 'AccumulatedStep', the argument '{setting}' must be left out, but got {value!r}. {remedy}"
     with pytest.raises(ValueError, match=whole(expected)):
         mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | {setting: value})
+
+
+@pytest.mark.parametrize("threshold, weight", [(101.0, 0.0), (103.0, 2.04)])
+def test_a_batch_above_the_threshold_of_mindformers_makes_no_update(mindformers, threshold, weight):
+    network = line()
+    skips = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": threshold}
+    output = mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | skips)(*BATCH)
+    assert float(output[4].asnumpy()) == pytest.approx(102)
+    assert weight_of(network) == pytest.approx(weight)
 
 
 def test_single_terms_are_not_shown(mindformers):
