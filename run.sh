@@ -9,7 +9,10 @@ usage() {
 ./run.sh sample NAME
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
                    mixed_precision, contrastive
-./run.sh test      format, lint, types, then all tests; more arguments go to pytest
+./run.sh test      format, lint, types, then the first tier of the tests, in 6 minutes on two cores
+./run.sh test all  the same with all tests, in 20 minutes; the second tier is what tests/second_tier.txt lists
+./run.sh test ARGUMENTS
+                   the same with the tests that pytest chooses by these arguments, in whichever tier
 ./run.sh quick     the tests that tests/quick.txt lists, in 3 to 4 minutes on one core; more arguments go to pytest.
                    With PYTHON=python3.12 or MINDSPORE=2.7.2 or both: in an environment of its own, with these
 ./run.sh check     format, lint and types alone
@@ -162,6 +165,10 @@ case $command in
     prepare pinned,test
     check
     set_up_tests
+    case ${1:-} in
+      "") set -- -m "not second_tier" ;;
+      all) shift ;;
+    esac
     # Three at a time, since some only wait.
     pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
     ;;

@@ -8,6 +8,8 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 import quick_mindspore
+import tiers
+from open_window import silent_advisor
 
 from ms_gradaccum.advice import advisor  # noqa: E402
 from ms_gradaccum.training import window  # noqa: E402
@@ -37,6 +39,25 @@ MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
 MEASURED |= {"test_loss_measurement", "test_batch_norms", "test_device_reads", "test_own_construct"}
 
 
+def is_first_tier(config):
+    """Return whether the first tier runs alone."""
+    return config.option.markexpr == tiers.FIRST_TIER
+
+
+def pytest_configure(config):
+    """Try few examples of hypothesis in the first tier."""
+    if is_first_tier(config):
+        tiers.try_few_examples()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no file that the first tier leaves out."""
+    if is_first_tier(config) and collection_path.is_relative_to(config.rootpath):
+        name = collection_path.relative_to(config.rootpath).as_posix()
+        return tiers.of_second_tier(name, frozenset(tiers.listed())) or None
+    return None
+
+
 @functools.cache
 def is_about_warnings(file):
     """Return whether a file has tests of what is warned of."""
@@ -64,7 +85,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with what takes longest where several processes share the tests, so that all end together."""
+    """Mark the second tier, and begin with what takes longest where several processes share the tests."""
+    tiers.mark(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         longest = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: longest.get(group_of(item.path), len(LONGEST)))
@@ -103,11 +125,6 @@ def restored_mode():
     """Leave the mode and the seeds as they were, whatever a test did."""
     with quick_mindspore.restored():
         yield
-
-
-def silent_advisor(owner, network, *others):
-    """Return an Advisor for the arguments of one that speaks."""
-    return advisor.SilentAdvisor(owner, network)
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ class StateCheckpoint(FrozenAfterInit, Callback):
 
     It saves at the end of each epoch and, on request, in between, also in the middle of a window. After a SIGTERM it
     lets the current window finish (in a job of one process, the current batch), saves, and exits with status 143. In a
-    training of one process a Ctrl-C does the same, and ends in a KeyboardInterrupt; a second one ends at once.
+    training of one process a Ctrl-C does the same, and ends in a KeyboardInterrupt if Python gets it.
 
     Args:
         directory (Union[str, PathLike]): Folder of the states. All processes must have access to it.
@@ -109,7 +109,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         numbers = []
         if self.save_at_sigterm and threading.current_thread() is threading.main_thread():
             numbers.append(signal.SIGTERM)
-            # At a Ctrl-C, msrun kills its processes. A program in the background ignores it.
+            # At a Ctrl-C, msrun kills its processes. A program in the background ignores it. A graph of MindSpore's
+            # sends a SIGTERM in its place.
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if is_default and current_world(_OWNER).size == 1:
                 numbers.append(signal.SIGINT)
@@ -125,12 +126,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
 
     def _note_signal(self, number: int, frame: object) -> None:
         self._signal = number
-        text = f"{_OWNER}: the training saves its state into {self.directory}, and ends."
-        if number == signal.SIGINT:
-            text += " Another Ctrl-C ends it at once."
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         # print() fails in a handler that has interrupted another print().
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{_OWNER}: the training saves its state into {self.directory}, and ends.\n".encode())
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""

@@ -196,9 +196,8 @@ def _too_little(single: Measured, limit: int) -> str:
 def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Measured:
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
     must_run = f"For '{_OWNER}', the training must run, but with micro_size={micro_size}"
-    task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
     found = Measured()
-    with Job(1, f"{__name__}:work", task) as job:
+    with Job(1, work, builder, micro_size, limit, os.getcwd()) as job:
 
         def watch() -> None:
             with suppress(psutil.NoSuchProcess):
@@ -243,7 +242,7 @@ def _check_memory_limit(limit: int | str) -> int:
     return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
 
 
-def work(builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator[Measured]:
+def work(builder: Builder, micro_size: int, limit: int, home: str) -> Iterator[Measured]:
     """Build a training in the folder ``home`` and train it in ``micro_size`` micro batches.
 
     Yield the memory before the first window, then the peak, too.
@@ -252,7 +251,7 @@ def work(builder: list[Any], micro_size: int, limit: int, home: str) -> Iterator
     # Make the system kill this process first when memory runs out, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    training = Training(Builder(*builder).call(), micro_size)
+    training = Training(builder.call(), micro_size)
     on_host = is_host()
     # Return memory gaps that building has left, which the training would fill first.
     return_memory()

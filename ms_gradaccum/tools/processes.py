@@ -2,8 +2,6 @@
 
 import builtins
 import ctypes
-import importlib
-import json
 import os
 import pickle
 import shutil
@@ -14,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,25 +87,27 @@ def find_msrun() -> str | None:
 class Job:
     """Processes that call one function in their own folder, several by msrun. A context manager, which ends them.
 
-    ``function``, as ``module:function``, takes the items of the ``task`` by name, and yields reports.
+    The ``function``, of a module, takes the ``arguments``, and yields reports. All of them are pickled.
     """
 
-    def __init__(self, count: int, function: str, task: Mapping[str, object]) -> None:
+    def __init__(self, count: int, function: Callable[..., Iterable[object]], *arguments: object) -> None:
         self.count = count
         self.received = 0  # The number of reports of each rank that `wait` has returned.
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
-            self.process = self._start(f"{str(self.folder)!r}, {function!r}, {json.dumps(task)!r}")
+            (self.folder / "task").write_bytes(pickle.dumps((function, arguments)))
+            self.process = self._start()
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _start(self, arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         # amp.auto_mixed_precision adds folders of MindSpore's layers to the path; their math.py would hide Python's.
         inside = str(Path(mindspore.__file__).parent)
         places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
         script = self.folder / "worker.py"
-        script.write_text(f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({arguments})\n")
+        program = f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({str(self.folder)!r})\n"
+        script.write_text(program)
         settings = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         # The processes are killed at the end, so their temporary files are removed with the folder.
         settings |= {IN_JOB: "1", "PATH": search_path(), "TMPDIR": str(self.folder)}
@@ -197,8 +197,8 @@ class Job:
         return (failed or texts[-1:] or [""])[0][-_LAST_WORDS:]
 
 
-def serve(folder: str, function: str, task: str) -> None:
-    """Call a function in a process of a job, pass on its reports or its error, and wait to be killed."""
+def serve(folder: str) -> None:
+    """Call the function of a job in one of its processes, pass on its reports or its error, and wait to be killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def write(name: str, content: bytes) -> None:
@@ -210,10 +210,10 @@ def serve(folder: str, function: str, task: str) -> None:
     # msrun gives its scheduler a rank, too.
     if os.getenv("MS_ROLE") != "MS_SCHED":
         write("process", str(os.getpid()).encode())
-    module, _, name = function.partition(":")
     sent = 0
     try:
-        for report in getattr(importlib.import_module(module), name)(**json.loads(task)):
+        function, arguments = pickle.loads(Path(folder, "task").read_bytes())
+        for report in function(*arguments):
             write(f"report_{sent}", pickle.dumps(report))
             sent += 1
     except (Exception, SystemExit) as error:

@@ -45,21 +45,26 @@ def largest_difference(a: Run, b: Run) -> float:
 
 
 def parameter_differences(a: Run, b: Run) -> list[float]:
-    """Return, per parameter, the norm of the difference of its changes, relative to the larger of the two."""
+    """Return the relative difference of the changes of each parameter."""
     floor = _SMALLEST_SHARE * max(total_norm(a.changes), total_norm(b.changes))
-    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
-        return [relative(norm_of(x - y), max(floor, norm_of(x), norm_of(y))) for x, y in zip(a.changes, b.changes)]
+    return [difference(x, y, floor) for x, y in zip(a.changes, b.changes)]
 
 
 def _of_numbers(a: Sequence[float], b: Sequence[float]) -> float:
-    return max((relative(abs(x - y), max(abs(x), abs(y))) for x, y in zip(a, b)), default=0.0)
+    return max(map(difference, np.array(a), np.array(b)), default=0.0)
 
 
-def relative(difference: float, scale: float) -> float:
-    """Return ``difference / scale``, 0 for 0 / 0, and Inf for a NaN, which no limit allows."""
-    if difference == 0:
+def difference(a: Array, b: Array, floor: float = 0.0) -> float:
+    """Return the norm of the difference, relative to the larger norm of the two, which is at least ``floor``."""
+    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
+        return relative(norm_of(a - b), max(floor, norm_of(a), norm_of(b)))
+
+
+def relative(value: float, scale: float) -> float:
+    """Return ``value / scale``, 0 for 0 / 0, and Inf for a NaN, which no limit allows."""
+    if value == 0:
         return 0.0
-    quotient = difference / scale if scale else math.inf
+    quotient = value / scale if scale else math.inf
     return math.inf if math.isnan(quotient) else quotient
 
 

@@ -6,10 +6,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
+from open_window import silent_advisor
 from test_loss_measurement import everything_trained
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, TrainOneStepCell
-from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.advice.first_batches import FirstBatches
 from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
@@ -51,7 +51,7 @@ def breaks(*_):
 @pytest.fixture
 def silent(monkeypatch):
     """Give windows that are built from now on an Advisor that says nothing."""
-    monkeypatch.setattr(window, "Advisor", lambda owner, network, *others: SilentAdvisor(owner, network))
+    monkeypatch.setattr(window, "Advisor", silent_advisor)
 
 
 HOOKS = [

@@ -10,6 +10,7 @@ import pytest
 from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.api import _pynative_executor
+from open_window import buffer_of, compiled_micro_steps, window_of
 from step_probe import KeepGradients, compilations, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -136,7 +137,7 @@ def test_batches_of_thirty_sizes_and_lengths_share_a_few_graphs():
             x = np.full((rows, 1 + rows % 7), rows, np.float32)
             step(Tensor(x))
             total += x.sum()
-            assert number(step.body.buffer.sums[0]) == total
+            assert number(buffer_of(step).sums[0]) == total
     assert compiled.count("MicroStep") == MAX_FIXED_SHAPES + 1
 
 
@@ -274,7 +275,7 @@ def test_a_network_that_cannot_be_compiled_is_an_error_that_names_its_line(mode,
     place = f"{__file__}:{inspect.getsourcelines(Unsupported.construct)[1]}"
     with pytest.raises(RuntimeError, match=f"{CANNOT} in Unsupported at {place}: Unsupported statement 'Try'."):
         step(*BATCH)
-    assert number(step.body.buffer.weight) == 0 and ms.get_context("mode") == mode
+    assert number(buffer_of(step).weight) == 0 and ms.get_context("mode") == mode
 
 
 HOOKS = ["register_forward_pre_hook", "register_forward_hook", "register_backward_pre_hook", "register_backward_hook"]
@@ -295,7 +296,7 @@ def test_hooks_of_cells_are_called_once_per_micro_batch_in_pynative_mode():
         step(*BATCH)
         handle.remove()
         assert len(calls) == 2 * (i + 1), register
-        assert number(step.body.buffer.sums[0]) == 8 * (i + 2) * GRADIENT
+        assert number(buffer_of(step).sums[0]) == 8 * (i + 2) * GRADIENT
 
 
 def test_hooks_of_cells_are_refused_where_a_graph_would_not_call_them():
@@ -392,7 +393,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
         for factor in (1.0, 2.0, 1.0, float("nan"), float("nan")):
             step.drop()
             step(Tensor(X), factor)
-            assert number(step.body.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
+            assert number(buffer_of(step).sums[0]) == pytest.approx(36 * factor, nan_ok=True)
     assert compiled.count("MicroStep") == 3
     with pytest.warns() as warned:
         for factor in range(6):
@@ -412,13 +413,13 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
     step(*BATCH)
     if when == "after the first call":
         step.set_jit_config(config)
-    cells = [compiled.cell for compiled in step.body.window.micro_steps.steps.compiled.values()]
+    cells = [compiled.cell for compiled in compiled_micro_steps(step).values()]
     if when != "on the network":
         cells += [
             step.body.micro_step,
             *(compiled.cell for compiled in step.body.end.reduction.compiled_reports.values()),
             *(compiled.cell for compiled in step.body.end.updates.built.values()),
-            step.body.window.micro_steps.empty_step.cell,
+            window_of(step).micro_steps.empty_step.cell,
         ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
     assert step.optimizer.gradients() == [GRADIENT]

@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import JitConfig, Tensor, nn
+from open_window import compiled_micro_steps, reducer_of, window_of
 from quick_mindspore import compiling
 from step_probe import Around, Weights, compilations, operators, values_of
 
@@ -126,10 +127,7 @@ def test_the_results_are_the_same_bit_for_bit(make_network, settings, mode, monk
 
 def runs_in_the_pool(step):
     """Return whether all micro steps that have run are graphs with a condition."""
-    found = {
-        ("Switch" in operators(c.cell, c.cell.current_phase))
-        for c in step.body.window.micro_steps.steps.compiled.values()
-    }
+    found = {("Switch" in operators(c.cell, c.cell.current_phase)) for c in compiled_micro_steps(step).values()}
     assert len(found) == 1
     return found.pop()
 
@@ -170,7 +168,7 @@ def test_the_first_batch_decides():
     with compilations() as compiled:
         step(Tensor(np.ones((4, 400), np.float32)))
     assert compiled == ["MicroStep"]
-    assert len(step.body.window.micro_steps.steps.compiled) == 1
+    assert len(compiled_micro_steps(step)) == 1
     assert runs_in_the_pool(step)
 
 
@@ -178,9 +176,9 @@ def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
-    monkeypatch.setattr(step.body.window.reducers[0], "is_distributed", True)
-    structure, micro_batches = step.body.window.network.split(columns(4))
-    compiled = step.body.window.micro_steps.steps._compile(structure, micro_batches[0], False)
+    monkeypatch.setattr(reducer_of(step), "is_distributed", True)
+    structure, micro_batches = window_of(step).network.split(columns(4))
+    compiled = window_of(step).micro_steps.steps._compile(structure, micro_batches[0], False)
     assert not compiled.cell.is_pooled
 
 
@@ -207,7 +205,7 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     program = Around(step)
     program(columns(4))
     assert network.weight.asnumpy().all()
-    assert not step.body.window.micro_steps.steps.compiled
+    assert not compiled_micro_steps(step)
 
 
 def test_settings_reach_the_graph(monkeypatch):
@@ -216,6 +214,6 @@ def test_settings_reach_the_graph(monkeypatch):
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     step.set_jit_config(JitConfig(jit_level="O1"))
     step.set_train(False)(columns(4))
-    (compiled,) = step.body.window.micro_steps.steps.compiled.values()
+    (compiled,) = compiled_micro_steps(step).values()
     assert compiled.cell.is_pooled and not compiled.cell.training
     assert compiled.cell.jit_config_dict["jit_level"] == "O1"

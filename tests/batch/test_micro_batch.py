@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
+from tiers import share_of
 
 from ms_gradaccum.batch.split import check_batch_axis, split_batch, split_shapes
 
@@ -22,7 +23,7 @@ def parts(inputs, micro_size, batch_axis=0):
     return [[tensor.asnumpy() for tensor in tensors] for _, tensors in split.micro_batches]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(rows=st.integers(1, 60), micro_size=st.integers(1, 70))
 def test_every_row_is_in_one_micro_batch_and_sizes_differ_by_at_most_one(rows, micro_size):
     batch = table(rows)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn, ops
+from open_window import buffer_of
 from refusal import raises, typed
 from step_probe import KeepGradients, keeping_step, number, tensors
+from tiers import share_of
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
@@ -96,7 +98,7 @@ def test_a_batch_that_a_training_step_splits_is_the_same():
     np.testing.assert_allclose(network.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share_of(25), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=36, max_size=36), st.randoms(use_true_random=False))
 def test_any_dealing_of_the_tokens_over_batches_is_the_whole_batch(places, random):
     # Each of the 36 tokens goes to one of four batches of 8 x 8 places; some may get none at all.
@@ -189,7 +191,7 @@ def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeyp
     output = step(*tensors(MANY[:500], ZEROS[:500]))
     np.testing.assert_allclose(step.optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
     assert number(output.weight) == 4500 and number(output.updated)
-    assert step.body.buffer.sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
+    assert buffer_of(step).sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
     assert number(output.loss) == pytest.approx(np.log(2), rel=1e-3)
 
 

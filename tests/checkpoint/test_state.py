@@ -9,6 +9,7 @@ from linear_toy import line, sgd, weight_of
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
+from open_window import window_of
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import (
@@ -115,7 +116,7 @@ def test_what_a_program_sets_in_the_groups_of_an_optimizer_is_saved(tmp_path, mo
     groups = [{"lr": "0.1"}], [{"unknown": 0.1}], [{}, {}], [{"betas": 0.5}]
     for damaged in groups:
         with pytest.raises(DamagedState):
-            step.body.window.load_state_dict({**step.body.window.state_dict(), "groups": damaged})
+            window_of(step).load_state_dict({**window_of(step).state_dict(), "groups": damaged})
 
 
 @pytest.mark.parametrize("scheduled,batches", [(False, 1), (False, 3), (False, 5), (True, 5), (True, 6), (True, 8)])

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from linear_toy import line, sgd
 from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
+from open_window import window_of
 from safetensors.numpy import load_file, save_file
+from tiers import share_of
 
 from ms_gradaccum import (
     Accumulator,
@@ -49,7 +51,7 @@ def new_step(accumulation_steps=3, **settings):
 def held(step):
     """All that the step has, to compare exactly."""
     numbers = {name: item.asnumpy().tolist() for name, item in step.parameters_and_names()}
-    return numbers, vars(step.events)["batches"], step.events.updates, step.body.window.ends.overflows_in_a_row
+    return numbers, vars(step.events)["batches"], step.events.updates, window_of(step).ends.overflows_in_a_row
 
 
 @pytest.fixture
@@ -337,7 +339,7 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
     def everything():
         return [item.asnumpy().tobytes() for _, item in parameters], Contents(step).state_dict()
 
-    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=share_of(300), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(places), JSON)
     def check(place, value):
         manifest = json.loads(json.dumps(good))

@@ -11,6 +11,7 @@ import pytest
 from linear_toy import line, sgd
 from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
+from open_window import window_of
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
@@ -72,7 +73,7 @@ def new_window():
         accumulation_steps=3,
         mixed_precision=OwnScale(),
     )
-    return step.body.window
+    return window_of(step)
 
 
 def used_window(window):

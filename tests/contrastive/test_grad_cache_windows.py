@@ -6,6 +6,7 @@ import pytest
 from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
+from open_window import window_of
 from step_probe import changed, number
 from step_probe import values_of as parameters_of
 from whole_batch_losses import Tower, distance, movement, unit, values_of
@@ -152,7 +153,7 @@ def test_windows_of_two_batches_are_those_by_hand(name, expected):
         assert found.asnumpy().tobytes() == wanted.tobytes(), found.name
     assert number(cell.backbone.calls) == 4 * len(SIZES)
     if name == "GRAPH":
-        forward, loss = step.body.window.micro_steps.preparation.compiled_cells()
+        forward, loss = window_of(step).micro_steps.preparation.compiled_cells()
         # One graph of the loss for each number of rows, and never one for changing lengths.
         assert (forward.code.what, loss.code.what) == ("the network", "the loss")
         assert len(loss.fixed) == len(SIZES)

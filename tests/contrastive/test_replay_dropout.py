@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import whole
 from mindspore import Tensor, nn, ops
+from open_window import window_of
 from whole_batch_losses import Tower, batch
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, ReplayDropout, TrainOneStepCell
@@ -84,7 +85,7 @@ def test_the_second_pass_of_a_loss_of_the_whole_batch_draws_the_same_masks(monke
     cell = GradCacheLoss(network, Sum()).set_train()
     step = TrainOneStepCell(GradAccumulation(cell, 4), nn.SGD(cell.trainable_params(), 0.1))
     differences = []
-    cache_pass = step.body.window.micro_steps.preparation
+    cache_pass = window_of(step).micro_steps.preparation
     monkeypatch.setattr(cache_pass, "check", lambda outputs: differences.extend(output[3] for output in outputs))
     rows = batch("clip", 0, 18)[0]
     loss = step(Tensor(rows)).loss.asnumpy()

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 from simulation.cuda_stubs import stand_ins  # noqa: E402
+from tiers import FIRST_TIER  # noqa: E402
 
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
@@ -52,6 +53,7 @@ def job_of_two(root, request):
 
 @pytest.fixture(scope="session")
 def job_of_four(job_of_two, root, request):
+    assert request.config.option.markexpr != FIRST_TIER, "the test is not marked as one of the second tier"
     checkpoint = job_of_two[1].get("parallel_worker", {}).get("checkpoint", "")
     return run_parts(request, 4, root, {"CHECKPOINT": checkpoint})
 

@@ -20,6 +20,7 @@ from loop_scenarios import (  # noqa: E402
     train_sentences,
     train_with_scheduler,
 )
+from open_window import reducer_of  # noqa: E402
 from scenarios import batch, build_network, share, uneven_data, weights_of  # noqa: E402
 
 from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss  # noqa: E402
@@ -130,7 +131,7 @@ def count_shared_batches():
     backbone = nn.Dense(1, 2, has_bias=False)
     config = AccumulationConfig(3, sync_each_batch=True)
     accumulator = Accumulator(TokenMeanLoss(backbone), nn.SGD(backbone.trainable_params(), 0.1), config=config)
-    sizes, parallel = [], accumulator.driver.windows[0].reducers[0]
+    sizes, parallel = [], reducer_of(accumulator.driver)
     for _, cell in parallel.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):

@@ -17,8 +17,14 @@ from mindspore import communication
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
+from open_window import silent_advisor  # noqa: E402
 
+from ms_gradaccum.advice.advisor import Advisor  # noqa: E402
 from ms_gradaccum.advice.loss_measurement import LossMeasurement  # noqa: E402
+from ms_gradaccum.training import window  # noqa: E402
+
+# Parts that compare numbers and read no warning: advice would take much of their time.
+SILENT = {"ema_worker", "grad_cache_worker", "precision_worker", "report_worker", "state_worker"}
 
 before_batch = LossMeasurement.before_batch
 
@@ -41,6 +47,7 @@ for part in sys.argv[1:]:
     os.environ.pop("MS_JIT", None)
     # Only one part measures losses again, at the 2nd, 4th ... batch; the others are about something else.
     LossMeasurement.before_batch = before_batch if part == "loop_worker" else once
+    window.Advisor = silent_advisor if part in SILENT else Advisor
     os.environ |= {"REPORT_FOLDER": str(folder / part), "STATES": str(states / part)}
     (folder / part).mkdir(exist_ok=True)
     begin = time.process_time()

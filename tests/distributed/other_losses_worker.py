@@ -10,6 +10,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
+from open_window import reducer_of  # noqa: E402
 from scenarios import ONE_SHAPE, batch, build_network, share  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, MixedPrecision, TrainOneStepCell  # noqa: E402
@@ -55,7 +56,7 @@ def train(losses, with_counters=False, **settings):
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(cell, optimizer, accumulation_steps=2, **settings)
     sent = []
-    for _, each in step.body.reducer.cells_and_names() if with_counters else ():
+    for _, each in reducer_of(step).cells_and_names() if with_counters else ():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(each, attribute, None), ms.ops.Primitive):
                 setattr(each, attribute, Counter(getattr(each, attribute), sent))

@@ -20,6 +20,7 @@ from mindspore.train.callback import _InternalCallbackParam
 sys.path.insert(0, str(Path(__file__).parent))
 from described_messages import bytes_of_sums, described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
+from open_window import buffer_of, reducer_of, window_of  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
@@ -116,7 +117,7 @@ def train_and_look_at_the_graphs(name, kind):
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[size][-1])
     with mock.patch.object(_cell_graph_executor, "compile", note):
         record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size, ONE_SHAPE))
-    traffic = described(step.body.reducer.layout)
+    traffic = described(reducer_of(step).layout)
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),
         "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
@@ -187,13 +188,13 @@ def messages_of(kind, micro_size, clip=None, num_norm_reductions=1, skip_above=N
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
-    kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = described(step.body.reducer.layout, num_norm_reductions)
+    kept = {total.name: total.nbytes for total in (*buffer_of(step).sums, *reducer_of(step).sums)}
+    traffic = described(reducer_of(step).layout, num_norm_reductions)
     return {
         "sent": sent,
         "described": traffic.of_window(1, micro_size),
         "kept": sum(kept.values()),
-        "kept by description": bytes_of_sums(step.body.reducer.layout),
+        "kept by description": bytes_of_sums(reducer_of(step).layout),
     }
 
 
@@ -208,12 +209,12 @@ def unforeseen_messages_of(kind):
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="drop", compile=True, **settings)
     sent = count_in(step)
-    sums = [*step.body.buffer.sums, *step.body.reducer.sums]
+    sums = [*buffer_of(step).sums, *reducer_of(step).sums]
     return {
         "sent": sent,
-        "described": described(step.body.reducer.layout).of_window(1, 4),
+        "described": described(reducer_of(step).layout).of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
-        "kept by description": bytes_of_sums(step.body.reducer.layout),
+        "kept by description": bytes_of_sums(reducer_of(step).layout),
     }
 
 
@@ -223,7 +224,7 @@ def count_in(step):
     for _ in range(2):  # In the first two the ranks also compare what they train.
         step(*inputs)
     sent = []
-    for _, cell in step.body.reducer.cells_and_names():
+    for _, cell in reducer_of(step).cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
                 setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
@@ -357,18 +358,18 @@ def look_inside_a_window():
     network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
     start = fingerprint(network)
     train_batches(step, [0], rank, size)
-    inside = [total.asnumpy().ravel().tolist() for total in step.body.buffer.sums]
+    inside = [total.asnumpy().ravel().tolist() for total in buffer_of(step).sums]
     results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
     # What the end of the window does first.
-    step.body.window.reduce()
-    results["at the boundary"] = fingerprint(step.body.buffer.sums)
+    window_of(step).reduce()
+    results["at the boundary"] = fingerprint(buffer_of(step).sums)
     step.drop()
 
 
 def save_at_an_update():
     _, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
     train_batches(step, range(2), rank, size)
-    results["level2 sums"] = {total.name: list(total.shape) for total in step.body.buffer.sums}
+    results["level2 sums"] = {total.name: list(total.shape) for total in buffer_of(step).sums}
     results["checkpoint"] = str(Path(os.environ["REPORT_FOLDER"]) / f"update_{rank}.ckpt")
     ms.save_checkpoint(step, results["checkpoint"])
 

@@ -5,6 +5,7 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from open_window import reducer_of, window_of
 from scenarios import CLIPS, ROWS, STEPS, batch, build_step, fingerprint, share, train_batches, weights_of
 
 from ms_gradaccum import HSDP, ClipByGroupNorm, DataParallel, MixedPrecision
@@ -46,7 +47,7 @@ def overflow_on_one_rank(kind, choice, bad, rank, size):
         "seen": seen,
         "weights": weights_of(network),
         "updates": int(step.optimizer.global_step.asnumpy()[0]),
-        "scale": float(step.body.window.loss_scale.value().asnumpy()),
+        "scale": float(window_of(step).loss_scale.value().asnumpy()),
     }
 
 
@@ -82,7 +83,7 @@ def trained_by_group(rank, size, **settings):
     found = {end: np.concatenate(part).tolist() for end, part in zip(ends, parts)}
     if size == 1:
         return found
-    layout = step.body.reducer.layout
+    layout = reducer_of(step).layout
     return found | {"dtypes": [str(bucket.dtype) for bucket in (*layout.replicated, *layout.sharded)]}
 
 

@@ -14,6 +14,7 @@ from mindspore.communication import get_group_size, get_rank, init
 sys.path.insert(0, str(Path(__file__).parent))
 from described_messages import described  # noqa: E402
 from launch import report, run_scenarios  # noqa: E402
+from open_window import reducer_of  # noqa: E402
 from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers, gradients, reduce_itself, whole_weights  # noqa: E402
 from scenarios import OPTIMIZERS, batch, share  # noqa: E402
 
@@ -153,7 +154,7 @@ def train_wrongly():
 
 def count_messages():
     network, accumulator = build(3, ClipByGlobalNorm(0.5), **options_of(2, False))
-    reducer, sizes = accumulator.windows[0].reducers[0], []
+    reducer, sizes = reducer_of(accumulator), []
     for _, cell in reducer.cells_and_names():
         operator = getattr(cell, "all_reduce", None)
         if isinstance(operator, ms.ops.Primitive):

@@ -13,6 +13,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
+from open_window import buffer_of  # noqa: E402
 from scenarios import build_network, fingerprint, uneven_data  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar  # noqa: E402
@@ -47,7 +48,7 @@ def train(kind, *callbacks):
     data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
     model.train(1, data, callbacks=list(callbacks))
     # This rank's part, past the stand-ins that checkpoints see.
-    kept = [*optimizer.moment1, *optimizer.moment2, *model.train_network.body.buffer.get_parameters()]
+    kept = [*optimizer.moment1, *optimizer.moment2, *buffer_of(model.train_network).get_parameters()]
     return network, fingerprint(network), fingerprint(kept)
 
 

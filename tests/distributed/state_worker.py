@@ -14,6 +14,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
+from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
     build_network,
     build_step,
@@ -45,7 +46,7 @@ def new_step(kind):
 def bits(step):
     """A hash of all that this rank holds."""
     return fingerprint(
-        [*step.network.get_parameters(), *step.optimizer.get_parameters(), *step.body.buffer.all_totals()]
+        [*step.network.get_parameters(), *step.optimizer.get_parameters(), *buffer_of(step).all_totals()]
     )
 
 

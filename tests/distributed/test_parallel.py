@@ -12,6 +12,7 @@ from mindspore import Tensor, nn
 from ms_gradaccum import TrainingPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
+from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
     NO_SPIKE,
     OPTIMIZERS,
@@ -93,7 +94,7 @@ def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
     # Each rank's sums inside are of its own rows: together, those of all rows in one process.
     _, step = build_step(accumulation_steps=2)
     train_batches(step, [0])
-    whole = np.concatenate([total.asnumpy().ravel() for total in step.body.buffer.sums])
+    whole = np.concatenate([total.asnumpy().ravel() for total in buffer_of(step).sums])
     np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
 
 

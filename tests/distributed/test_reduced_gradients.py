@@ -77,15 +77,18 @@ def check(reports, key, expected):
     assert all(report[key] == reports[0][key] for report in reports)
 
 
-@pytest.fixture(params=SIZES)
+NAMES = {2: "two", 4: "four"}
+
+
+@pytest.fixture(params=NAMES.values())
 def ranks(request):
-    return request.getfixturevalue("two" if request.param == 2 else "four")
+    return request.getfixturevalue(request.param)
 
 
 def each_of(cases):
     """Parametrize a test with the processes and what runs on so many."""
     return pytest.mark.parametrize(
-        "ranks,case", [(size, case) for size in SIZES for case in cases[size]], indirect=["ranks"]
+        "ranks,case", [(NAMES[size], case) for size in SIZES for case in cases[size]], indirect=["ranks"]
     )
 
 

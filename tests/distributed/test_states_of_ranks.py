@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from open_window import buffer_of  # noqa: E402
 from scenarios import build_step, train_batches, weights_of, whole_batches  # noqa: E402
 from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
@@ -46,7 +47,7 @@ def test_one_process_goes_on(state, two, four, states, expected, eager):
     network, step = build_step(accumulation_steps=2)
     load_state(step, states / state)
     assert step.open_batches() == 1
-    assert abs(step.body.buffer.weight.asnumpy() - 12) < 1e-6  # the rows of both ranks
+    assert abs(buffer_of(step).weight.asnumpy() - 12) < 1e-6  # the rows of both ranks
     train_batches(step, LAST)
     assert_same(weights_of(network), expected)
     ms.set_context(mode=ms.PYNATIVE_MODE)

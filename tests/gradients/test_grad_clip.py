@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from mindspore import Tensor
+from tiers import share_of
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.backend.arithmetic import sum_of_squares
@@ -35,7 +36,7 @@ def clipped(clip, grads):
     return [output.asnumpy() for output in outputs]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(grads=GRADS, max_norm=st.floats(1e-3, 1e8))
 def test_the_global_norm_is_limited_and_the_direction_stays(grads, max_norm):
     factor = min(1.0, max_norm / max(norm_of(grads), 1e-30))
@@ -43,14 +44,14 @@ def test_the_global_norm_is_limited_and_the_direction_stays(grads, max_norm):
         np.testing.assert_allclose(after, before.astype(np.float64) * factor, rtol=1e-6, atol=1e-35)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(grads=GRADS, limit=st.floats(1e-3, 1e8))
 def test_each_element_is_limited(grads, limit):
     for after, before in zip(clipped(ClipByValue(limit), grads), grads):
         np.testing.assert_array_equal(after, np.clip(before, -np.float32(limit), np.float32(limit)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share_of(30), deadline=None)
 @given(grads=GRADS)
 def test_the_norm_is_that_of_all_gradients_as_one_vector(grads):
     total = sum(sum_of_squares(Tensor(grad)).asnumpy() for grad in grads)

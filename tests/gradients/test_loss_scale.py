@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import batches, descend, line, sgd, weight_of, whole
 from mindspore import Parameter, Tensor, amp, nn, ops
+from open_window import buffer_of
 from step_probe import Around, KeepGradients, Weights, changed, keeping_step, number, values_of
 
 from ms_gradaccum import (
@@ -123,8 +124,8 @@ def test_the_sums_hold_the_scaled_gradient_and_the_loss_stays(eager):
     step = momentum_step(mixed_precision=only_scaled(init_scale=256.0), accumulation_steps=2)
     step(rows())
     # Eight rows of ones: the gradient of the sum of the losses is 8.
-    np.testing.assert_array_equal(step.body.buffer.sums[0].asnumpy(), [8 * 256] * COLUMNS)
-    assert number(step.body.buffer.loss) == 0 and number(step.body.buffer.weight) == ROWS
+    np.testing.assert_array_equal(buffer_of(step).sums[0].asnumpy(), [8 * 256] * COLUMNS)
+    assert number(buffer_of(step).loss) == 0 and number(buffer_of(step).weight) == ROWS
 
 
 def test_a_gradient_of_norm_10_is_clipped_to_1_after_unscaling(eager):

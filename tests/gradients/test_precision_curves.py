@@ -11,6 +11,7 @@ from sample_process import SAMPLES, SUBSET, find_data
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
 sys.path.append(str(SAMPLES / "transformer_lm"))
+from open_window import window_of
 from transformer import Transformer
 
 UPDATES = 30
@@ -92,7 +93,7 @@ def test_an_mlp_trains_in_float16_as_in_float32_and_not_without_the_loss_scale()
     # Again from the start, compiled as before.
     for weight, value in zip(step.weights, start):
         weight.set_data(Tensor(value))
-    step.body.window.loss_scale.scale.set_data(Tensor(1.0, ms.float32))
+    window_of(step).loss_scale.scale.set_data(Tensor(1.0, ms.float32))
     unscaled = mlp_curve(step)
     assert unscaled[0] == pytest.approx(full[0], abs=TOLERANCE)
     # The gradients are zeros: these are the losses of a network that never learns.

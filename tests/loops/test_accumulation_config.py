@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from linear_toy import descend, line, sgd, weight_of
 from loop_toy import FOUR, batch, nan_batch, toy_loop, train, updates_of
 from mindspore import nn
+from open_window import buffer_of
 from refusal import raises, typed
 from step_probe import compilations, number
+from tiers import share_of
 
 from ms_gradaccum import AccumulationConfig, Accumulator
 from ms_gradaccum.loops.schedule import merge_config
@@ -103,7 +105,7 @@ def test_the_windows_of_a_schedule_are_the_updates_of_its_rows():
     assert weights == pytest.approx([0, first, descend((5, 6), weight=first)], rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1), st.lists(st.integers(0, 8), max_size=6))
 def test_a_window_never_has_more_batches_than_when_it_began(milestones, passes):
     _, accumulator = toy_loop(schedule=milestones, sync_with_dataloader=False)
@@ -207,4 +209,4 @@ def test_counters_per_call():
     for _ in train(accumulator, [batch(1)] * 4):
         table.append((window.batches, window.updates, accumulator.updated))
     assert table == [(1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False)]
-    assert number(accumulator.windows[0].reducers[0].buffer.weight) == 1
+    assert number(buffer_of(accumulator).weight) == 1

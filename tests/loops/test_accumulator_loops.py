@@ -13,6 +13,7 @@ from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, 
 from mindspore import Parameter, Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
+from tiers import share_of
 
 from ms_gradaccum import Accumulator, TrainOneStepCell, load_state, save_state
 
@@ -276,7 +277,7 @@ def test_a_thousand_samples_in_batches_of_eight():
     assert [len(each) for each in ends] == [125] * 3 and [sum(each) for each in ends] == [16] * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 9), st.booleans())
 def test_windows_partition_any_passes(passes, steps, apply):
     _, accumulator = toy_loop(steps, sync_with_dataloader=apply)
@@ -294,7 +295,7 @@ def test_windows_partition_any_passes(passes, steps, apply):
     assert sizes == expected and open_batches == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=share_of(12), deadline=None)
 @given(st.permutations(range(1, 9)), st.data())
 def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, 7), max_size=3)))

@@ -14,6 +14,7 @@ from linear_toy import X, batches, descend, line, toy, weight_of
 from mindspore import nn, ops, train
 from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
+from open_window import reducer_of
 from step_probe import Around
 
 from ms_gradaccum import EMA, Model, ProgressBar, StateCheckpoint, load_state, save_state
@@ -227,7 +228,7 @@ def test_callbacks_find_the_step_that_shows_whole_parameters(sinks):
     """MindSpore puts a cell around the step, of which a checkpoint would hold this rank's shards."""
     _, model = toy()
     step = model.train_network
-    step.windows[0].reducers[0].gathered = [(step.network.trainable_params()[0], lambda shard: shard)]
+    reducer_of(step).gathered = [(step.network.trainable_params()[0], lambda shard: shard)]
     found = []
 
     class Saving(train.Callback):

@@ -9,6 +9,9 @@ Of programs that differ in their network or batches alone, the report and the up
 In PYNATIVE mode the network runs op by op and the package compiles its sums and its update alone: one face is compiled
 of programs that differ in these, and of those that differ in their network or batches one of each face. The other faces
 run too, with ``MS_JIT=0``, which compiles nothing.
+
+In the first tier is the face that is compiled, of each program in one of the modes in turn: two times of three it is
+PYNATIVE.
 """
 
 import functools
@@ -380,16 +383,18 @@ def checks_of(programs: dict[str, Program]) -> tuple[Callable[..., None], Callab
 def rows(programs: dict[str, Program]) -> list[Any]:
     """Return the cells of the table as the parameters of a test."""
     table, compiled = [], set()
+    first_modes = {name: each.modes[-1 if i % 3 else 0] for i, (name, each) in enumerate(programs.items())}
     for mode in ("GRAPH", "PYNATIVE"):
         for turn, name in enumerate(name for name, each in programs.items() if mode in each.modes):
             program = programs[name]
             for way, face in runs_of(program, mode, turn):
+                marks = () if way == first_modes[name] else pytest.mark.second_tier
                 outside = (way, face, *outside_of(program))
                 if outside in compiled:
                     way = {"PYNATIVE": "PYNATIVE, MS_JIT=0", "GRAPH": "GRAPH, network"}[way]
                 elif way in MODES:
                     compiled.add(outside)
-                table.append(pytest.param(program, way, face, id=f"{name}-{way}-{face}".replace(" ", "_")))
+                table.append(pytest.param(program, way, face, marks=marks, id=f"{name}-{way}-{face}".replace(" ", "_")))
     return table
 
 

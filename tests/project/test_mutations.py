@@ -4,7 +4,9 @@ import ast
 import re
 
 import pytest
+from code_patterns import replaced
 from mutations import MUTATIONS, ROOT
+from tiers import listed, of_second_tier
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: re.sub(r"\W+", "_", mutation.name))
@@ -13,8 +15,75 @@ def test_it_can_be_made_and_there_are_tests_to_see_it(mutation):
     broken = ast.parse(mutation.applied(source))
     assert ast.dump(broken) != ast.dump(ast.parse(source))
     assert all((ROOT / "tests" / file).is_file() for file in mutation.tests)
+    entries = frozenset(listed())
+    assert not all(of_second_tier(f"tests/{file}", entries) for file in mutation.tests)
 
 
 def test_the_page_lists_them():
     page = (ROOT / "tests" / "README.md").read_text()
     assert [each.name for each in MUTATIONS if f"| {each.name} |" not in page] == []
+
+
+SOURCE = """
+class Sums:
+    def mean(self, total, rows):
+        factor = 1 / rows
+        if rows:
+            self.clear()
+        return self.scaled(total, factor)
+
+
+def clear(self):
+    return None
+"""
+# The same with other names, other line breaks and a comment.
+RENAMED = """
+class Sums:
+    def mean(self, value, n):
+        inverse = 1 / n
+        if n:
+            self.clear()  # the next window
+        return self.scaled(
+            value,
+            inverse,
+        )
+
+
+def clear(self):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, line",
+    [
+        ("1 / ROWS", "1 / (ROWS + 1)", "factor = 1 / (rows + 1)"),
+        ("self.scaled(A, B)", "A", "return total"),
+        ("X = 1 / Y", "X = Y", "factor = rows"),
+        ("self.clear()", "", "pass"),
+        ("self.clear()", "UNBOUND = 1", "UNBOUND = 1"),
+        ("X = 1 / Y\nif Y:\n    self.clear()", "if Y:\n    X = 1 / Y", "factor = 1 / rows"),
+    ],
+)
+def test_names_and_line_breaks_do_not_matter(old, new, line):
+    changed = replaced(SOURCE, "Sums.mean", old, new)
+    assert changed != ast.unparse(ast.parse(SOURCE))
+    assert line in [each.strip() for each in changed.splitlines()]
+    renamed = replaced(RENAMED, "Sums.mean", old, new)
+    for name, other in (("value", "total"), ("inverse", "factor"), ("n", "rows")):
+        renamed = re.sub(rf"\b{name}\b", other, renamed)
+    assert renamed == changed
+
+
+@pytest.mark.parametrize(
+    "function, old, times",
+    [
+        ("Sums.mean", "2 / ROWS", "0 times"),
+        ("Sums.mean", "rows", "2 times"),
+        ("Sums.mean", "self.scaled(A, A)", "0 times"),
+        ("Sums.sum", "1 / ROWS", "0 definitions of Sums.sum"),
+    ],
+)
+def test_code_that_is_not_there_once_is_an_error(function, old, times):
+    with pytest.raises(ValueError, match=times):
+        replaced(SOURCE, function, old, "1")

@@ -54,7 +54,8 @@ def test_the_workflow_runs_on_each_python_that_the_package_names(workflow):
 
 def test_the_workflow_runs_commands_that_there_are(workflow):
     matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
-    commands = {each["command"] for each in matrix}
+    assert [each["command"] for each in matrix if each["command"] != "quick"] == ["test all"]
+    commands = {each["command"].split()[0] for each in matrix}
     commands |= {word for step in steps_of(workflow) for word in re.findall(r"\./run\.sh (\w+)", step.get("run", ""))}
     assert commands == {"check", "docs", "quick", "test"}
     script = (ROOT / "run.sh").read_text()

@@ -1,13 +1,19 @@
-"""A partitioned step as far as it needs no devices: what it says after its graph."""
+"""A partitioned step as far as it needs no devices: its numbers in one piece, and what it says after its graph."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from mindspore import Tensor
+from linear_toy import ALL, X, descend, line, sgd, weight_of
+from mindspore import Tensor, nn
 from refusal import raises
 
+from ms_gradaccum import GradAccumulation, StepOutput
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.static_graph import partitioned_step
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.settings import StepSettings
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -38,3 +44,16 @@ def test_a_partitioned_step_refuses_to_join():
     )
     with raises(RuntimeError, sentence):
         PartitionedStep.join(partitioned())
+
+
+def test_op_by_op_an_update_in_one_piece_is_the_one_by_hand(monkeypatch):
+    """Without micro batches and devices, of which the compiler makes a program, it is an ordinary function."""
+    monkeypatch.setattr(partitioned_step, "require_partition", lambda: None)
+    network = line()
+    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 1)
+    step = PartitionedStep(cell, sgd(network), SemiAuto(None), StepSettings.checked("TrainOneStepCell"))
+    step.is_called = True
+    report = StepOutput(*step.construct(Tensor(X), Tensor(2 * X)))
+    assert weight_of(network) == pytest.approx(descend(ALL))
+    assert float(report.loss.asnumpy()) == pytest.approx(np.mean((2 * X) ** 2))
+    assert [float(report.weight.asnumpy()), bool(report.updated.asnumpy())] == [8, True]

@@ -1,7 +1,7 @@
 """Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
-import json
 import os
+import pickle
 import sys
 import time
 from contextlib import ExitStack
@@ -13,14 +13,14 @@ import mindspore as ms
 import numpy as np
 import quick_mindspore
 from mindspore import Tensor
+from open_window import buffer_of
 
+from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.processes import Job
-from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, try_cells
 from ms_gradaccum.tools.self_test.training import Cell, Found
 
@@ -32,15 +32,7 @@ quick_mindspore.install()
 
 def tried(cell, *faults):
     """The cell, and in its processes after it the same in builds with a fault of the package each."""
-    return replace(cell, function=f"{__name__}:{cell.function.partition(':')[2]}__{'__'.join(faults)}")
-
-
-def __getattr__(name):
-    """The function of a cell that is tried: that of the package and its faults, with two low lines between them."""
-    function, *faults = name.split("__")
-    if not function or not faults:
-        raise AttributeError(name)
-    return partial(run_and_break, getattr(trials, function), [fault for fault in faults if fault])
+    return replace(cell, function=partial(run_and_break, cell.function, faults))
 
 
 def run_and_break(function, faults, cell):
@@ -71,8 +63,8 @@ class HereJob:
 
     received = 0
 
-    def __init__(self, task):
-        self.reports = try_cells(**json.loads(json.dumps(task)))
+    def __init__(self, *task):
+        self.reports = try_cells(*pickle.loads(pickle.dumps(task)))
 
     def __enter__(self):
         return self
@@ -85,9 +77,9 @@ class HereJob:
         return [next(self.reports)]
 
 
-def few_jobs(count, function, task):
+def few_jobs(count, function, *task):
     """Stands in for Job: only several processes are started."""
-    return HereJob(task) if count == 1 else Job(count, function, task)
+    return HereJob(*task) if count == 1 else Job(count, function, *task)
 
 
 def everywhere(original, other):
@@ -133,7 +125,7 @@ def state():
 
     def without_sums(step, directory):
         original(step, directory)
-        for total in step.body.buffer.get_parameters():
+        for total in buffer_of(step).get_parameters():
             if ".window_" not in total.name and total.dtype == ms.float32:
                 total.set_data(Tensor(np.zeros(total.shape, np.float32)))
 
@@ -145,7 +137,7 @@ FAULTS = {fault.__name__: fault for fault in (division, clip, reduction, state)}
 
 def going(name):
     """A cell that goes as a function below does."""
-    return Cell(name, f"self_test_cells:{name}")
+    return Cell(name, globals()[name])
 
 
 def well(cell):

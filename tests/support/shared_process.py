@@ -1,9 +1,8 @@
 """One process that stands in for the processes of many jobs of one, which take seconds each to begin."""
 
 import atexit
-import importlib
-import json
 import os
+import pickle
 import time
 import traceback
 from itertools import count
@@ -21,10 +20,9 @@ def answer():
         file = Path(os.environ["TMPDIR"], f"task_{number}")
         while not file.exists():
             time.sleep(0.02)
-        function, task = json.loads(file.read_text())
-        module, _, name = function.partition(":")
         try:
-            yield from getattr(importlib.import_module(module), name)(**task)
+            function, arguments = pickle.loads(file.read_bytes())
+            yield from function(*arguments)
         except (Exception, SystemExit) as error:
             # The Job raises an error that it gets, and this process goes on.
             yield {"error": [type(error).__name__, str(error), first_line(error), traceback.format_exc()]}
@@ -43,15 +41,15 @@ class SharedJob:
             SharedJob.server.__exit__()
         SharedJob.server = None
 
-    def __init__(self, size, function, task):
+    def __init__(self, size, function, *arguments):
         assert size == 1
         if SharedJob.server is None:
-            SharedJob.server = Job(1, f"{__name__}:answer", {})
+            SharedJob.server = Job(1, answer)
             SharedJob.numbers = count()
             atexit.register(SharedJob.end)
         self.process, self.has_ended = self.server.process, False
         file = self.server.folder / f"task_{next(self.numbers)}"
-        file.with_suffix(".new").write_text(json.dumps([function, task]))
+        file.with_suffix(".new").write_bytes(pickle.dumps((function, arguments)))
         file.with_suffix(".new").rename(file)
 
     def __enter__(self):

@@ -23,5 +23,5 @@ def processes_with(variable):
 
 
 def start_another():
-    """In a process of a job, start one that has not its environment."""
-    yield {"started": subprocess.Popen(["sleep", "600"], env={}).pid}
+    """In a process of a job, start one that has neither its environment nor its session."""
+    yield {"started": subprocess.Popen(["sleep", "600"], env={}, start_new_session=True).pid}

@@ -11,6 +11,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+import tiers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from linear_toy import X, line, sgd
@@ -25,9 +26,11 @@ SENTENCE = re.compile(r"For '(\w+)', .+ but got .+", re.DOTALL)
 
 
 def examples(number, **more):
-    """Settings of a test: the same examples each time, and so many."""
+    """Settings of a test: the same examples each time, and so many, or a tenth of them in the first tier."""
     too_slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
-    return settings(deadline=None, derandomize=True, max_examples=number, suppress_health_check=too_slow, **more)
+    return settings(
+        deadline=None, derandomize=True, max_examples=tiers.share_of(number), suppress_health_check=too_slow, **more
+    )
 
 
 def loss_cell():

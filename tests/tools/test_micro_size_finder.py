@@ -18,6 +18,7 @@ from memory_networks import grows, lacks_device_memory, nothing, raises_its_own,
 from mindspore import nn
 from refusal import raises
 from shared_process import SharedJob
+from started_processes import start_another
 
 from ms_gradaccum import find_micro_size
 from ms_gradaccum.__main__ import main
@@ -104,7 +105,7 @@ class LostJob(Job):
 
     how = ""
 
-    def __init__(self, *arguments):
+    def __init__(self, *task):
         self.process = SimpleNamespace(returncode=-getattr(signal, self.how, 0))
         self.received = 0
 
@@ -240,10 +241,11 @@ def test_a_child_ends_with_its_parent(tmp_path):
 JOBS = """
 import os
 import signal
+import time
 from ms_gradaccum.tools.processes import Job
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in a script's background.
 for count in (1, 2):
-    print(Job(count, "time:sleep", {}).process.pid, flush=True)
+    print(Job(count, time.sleep, 600).process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -255,8 +257,8 @@ def test_a_job_ends_with_a_program_that_is_killed_before_its_processes_have_begu
     assert len(jobs) == 2 and ends(jobs, 30)
 
 
-def test_what_a_process_of_a_job_has_started_ends_with_it_without_its_environment_too():
-    with Job(1, "started_processes:start_another", {}) as job:
+def test_what_a_process_of_a_job_has_started_ends_with_it_in_a_session_of_its_own_too():
+    with Job(1, start_another) as job:
         (report,) = job.wait(300)
         assert runs(report["started"])
     assert ends([report["started"]], 30)

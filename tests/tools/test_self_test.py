@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mindspore as ms
@@ -21,7 +22,7 @@ from ms_gradaccum.tools.processes import IN_JOB
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, self_test
 from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
-from ms_gradaccum.tools.self_test.trials import all_cells
+from ms_gradaccum.tools.self_test.trials import CELLS
 
 ROOT = Path(__file__).parents[2]
 SELF_TEST = "ms_gradaccum.tools.self_test.self_test.self_test"
@@ -56,9 +57,9 @@ def whole(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = []
         patch.setattr(command.tqdm, "write", lines.append)
-        cells = [tried(cell, *faults_of(cell)) for cell in all_cells()]
+        cells = [tried(cell, *faults_of(cell)) for cell in CELLS]
         cells.append(replace(going("dies"), parallel="data parallel"))
-        patch.setattr("ms_gradaccum.tools.self_test.self_test.all_cells", lambda: cells)
+        patch.setattr(SELF_TEST, partial(self_test, cells=cells))
         patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", few_jobs)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
@@ -71,7 +72,7 @@ def test_all_that_can_be_tried_here_passes(whole):
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
     assert skipped == {REASON}
     assert status == 1 and found["seconds"] > 1
-    assert len(lines) == len(found["cells"]) == len(all_cells()) + 1 == 11
+    assert len(lines) == len(found["cells"]) == len(CELLS) + 1 == 11
 
 
 def test_the_file_says_where_and_what(whole):
@@ -85,7 +86,7 @@ def test_the_file_says_where_and_what(whole):
     assert "NaN" not in json.dumps(found) and "Infinity" not in json.dumps(found)
 
 
-CELLS_ALONE = [cell for cell in all_cells() if cell.parallel == ALONE and cell.dtype != MISSING]
+CELLS_ALONE = [cell for cell in CELLS if cell.parallel == ALONE and cell.dtype != MISSING]
 BROKEN = [(cell, "division") for cell in CELLS_ALONE]
 BROKEN += [(cell, "clip") for cell in CELLS_ALONE if cell.name.startswith("clip")]
 BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("state")]
@@ -94,8 +95,7 @@ BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("stat
 @pytest.mark.parametrize("cell, fault", BROKEN, ids=[f"{cell.name}-{fault}" for cell, fault in BROKEN])
 def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
     """A wrong division, a clip before the division, a state that is loaded without its sums."""
-    function = getattr(trials, cell.function.partition(":")[2])
-    found = run(function, fault, replace(cell, folder=str(tmp_path)))
+    found = run(cell.function, fault, replace(cell, folder=str(tmp_path)))
     assert judge(found)[0] == "failed"
 
 

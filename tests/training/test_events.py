@@ -5,6 +5,7 @@ import pytest
 from linear_toy import X, batches, line, sgd, toy
 from mindspore import Tensor, nn
 from mindspore.train import Callback
+from open_window import window_of
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
 from ms_gradaccum.loops.epoch import PassSteps
@@ -84,7 +85,7 @@ def built():
 def step(built):
     """A step that has done nothing yet and that nobody listens to. Compiled once."""
     events = Events("TrainOneStepCell")
-    built.events = built.body.events = built.body.driver.events = built.body.window.micro_steps.events = events
+    built.events = built.body.events = built.body.driver.events = window_of(built).micro_steps.events = events
     return built
 
 

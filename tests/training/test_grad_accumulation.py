@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
+from open_window import buffer_of
 from refusal import FOREIGN_TRAIN_CELL
 from step_probe import keeping_step, number, tensors
+from tiers import share_of
 
 from ms_gradaccum import GradAccumulation
 
@@ -48,7 +50,7 @@ def random_batch(seed, rows, columns):
     return x.astype(np.float32), y.astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(rows=st.integers(1, 20), micro_size=st.integers(1, 25), columns=st.sampled_from([1, 3]), seed=st.integers(0, 99))
 def test_any_split_of_any_batch_has_the_gradient_of_the_whole(rows, micro_size, columns, seed):
     step = regression_step(columns)
@@ -64,7 +66,7 @@ def test_any_split_of_any_batch_has_the_gradient_of_the_whole(rows, micro_size, 
     assert number(output.grad_norm) == pytest.approx(norm, rel=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share_of(15), deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_size=st.integers(1, 9))
 def test_batches_of_any_sizes_make_a_window_with_the_gradient_of_all_rows(sizes, micro_size):
     step = windows_of_many()
@@ -186,7 +188,7 @@ def test_every_form_in_which_a_network_may_return_its_loss(form):
     assert (number(output.loss), number(output.weight)) == (pytest.approx(20, rel=1e-4), 7)
     assert output.loss.dtype == output.weight.dtype == ms.float32
     # A share of 3 of 7 rows is rounded where it reaches a loss in 16 bits.
-    assert number(step.body.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
+    assert number(buffer_of(step).sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
 
 
 def test_a_weight_has_no_gradient_of_its_own():

@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mutable, nn, ops
+from open_window import buffer_of
 from step_probe import keeping_step, number
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -66,7 +67,7 @@ def assert_sums(step, *args, factor=1, **kwargs):
     step.drop()
     output = step(*args, **kwargs)
     assert (number(output.weight), number(output.loss)) == (ROWS, pytest.approx(factor * LOSS))
-    assert number(step.body.buffer.sums[0]) == pytest.approx(factor * GRADIENT_SUM)
+    assert number(buffer_of(step).sums[0]) == pytest.approx(factor * GRADIENT_SUM)
 
 
 def test_tensors_and_arrays_by_position_and_by_keyword():
@@ -217,6 +218,6 @@ def test_small_real_networks_have_the_gradient_of_the_whole_batch(name, monkeypa
     loss = step(ids, labels).loss
     whole, gradients = ops.value_and_grad(twin, None, twin.trainable_params())(ids, labels)
     assert number(loss) == pytest.approx(number(whole), rel=1e-5)
-    for total, gradient in zip(step.body.buffer.sums, gradients):
+    for total, gradient in zip(buffer_of(step).sums, gradients):
         assert np.abs(gradient.asnumpy()).max() > 1e-3  # otherwise the test proves nothing
         np.testing.assert_allclose(total.asnumpy() / 7, gradient.asnumpy(), rtol=1e-4, atol=1e-6)

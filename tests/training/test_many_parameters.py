@@ -4,6 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn
+from open_window import buffer_of, window_of
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
@@ -40,18 +41,18 @@ def test_an_update_of_many_parameters_is_compiled(clip):
     network = Wide()
     step = TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.5), clip=clip)
     sums = np.random.default_rng(0).standard_normal(MANY).astype(np.float32)
-    for total, value in zip(step.body.buffer.sums, sums):
+    for total, value in zip(buffer_of(step).sums, sums):
         total.set_data(Tensor([value]))
-    step.body.buffer.weight.set_data(Tensor(4.0))
+    buffer_of(step).weight.set_data(Tensor(4.0))
     with execution_mode(ms.GRAPH_MODE):  # where what cannot be compiled is an error
-        output = step.body.window.close()
+        output = window_of(step).close()
     norm = np.linalg.norm(sums.astype(np.float64)) / 4
     assert norm > LIMIT
     assert float(output.grad_norm) == pytest.approx(norm, rel=1e-6)
     assert float(output.clipped_grad_norm) == pytest.approx(LIMIT, rel=1e-5)
     expected = np.arange(MANY) - 0.5 * sums / 4 * (LIMIT / norm)
     np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)
-    assert not any(total.asnumpy().any() for total in step.body.buffer.sums)
+    assert not any(total.asnumpy().any() for total in buffer_of(step).sums)
 
 
 def test_many_gradients_are_added_unless_one_of_them_is_nan():

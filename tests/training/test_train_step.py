@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd, weight_of
 from mindspore import Parameter, Tensor, nn, ops
+from open_window import buffer_of, window_of
 from step_probe import KeepGradients, Weights, changed, keeping_step, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, StepOutput, TrainOneStepCell
@@ -30,7 +31,7 @@ def rows(first, last):
 
 def test_a_diary_of_two_windows(mode):
     network, step = toy_step(learning_rate=0.1, accumulation_steps=2)
-    buffer, one, two = step.body.buffer, rows(1, 1), rows(2, 2)
+    buffer, one, two = buffer_of(step), rows(1, 1), rows(2, 2)
 
     def diary():
         """The weight; the open window's sum of gradients, sum of losses, rows and batches."""
@@ -60,7 +61,7 @@ def test_batches_of_many_sizes_do_not_fill_the_memory(eager, monkeypatch):
     for size in range(2, 9):
         # The mean of 4 * x * x over 1 to size.
         assert number(step(*rows(1, size)).loss) == pytest.approx(4 * (size + 1) * (2 * size + 1) / 6, rel=1e-6)
-        assert 0 < step.body.window.micro_steps.starts.cache_info().currsize <= 3
+        assert 0 < window_of(step).micro_steps.starts.cache_info().currsize <= 3
 
 
 # Wrong ways end elsewhere: the sum of the micro batches at 8.16, an update for each at 1.75052, an update one
@@ -149,7 +150,7 @@ def test_the_buffer_is_float32_whatever_the_weights_are(eager):
     # The gradients of the rows are the rows. A float16 sum would swallow the ones: 2048 + 1 is 2048 there.
     x = np.array([[2048], [1], [1], [1]], np.float16)
     step(Tensor(x))
-    assert step.body.buffer.sums[0].dtype == ms.float32 and number(step.body.buffer.sums[0]) == 2051
+    assert buffer_of(step).sums[0].dtype == ms.float32 and number(buffer_of(step).sums[0]) == 2051
     step(Tensor(x))
     (mean,) = step.optimizer.gradients()
     assert mean.dtype == np.float16 and mean == np.float16(4102 / 8) != np.float16(4096 / 8)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd
 from mindspore import nn, ops
+from open_window import reducer_of
 from quick_mindspore import api, compiling
 from step_probe import changed, number, tensors, values_of
 
@@ -211,7 +212,7 @@ def test_a_network_with_a_compiled_part_goes_on_with_what_was_loaded(builds_anew
 def test_a_cell_around_a_step_renames_what_is_gathered_for_a_checkpoint():
     step, outer = new_step(), nn.Cell()
     weight = step.network.trainable_params()[0]
-    step.windows[0].reducers[0].gathered = [(weight, lambda shard: shard)]
+    reducer_of(step).gathered = [(weight, lambda shard: shard)]
     before, outer.step = weight.name, step
     assert weight.name not in ("", before)
     assert [*step.parameter_layout_dict] == [*step.parallel_parameter_merge_net_dict] == [weight.name]

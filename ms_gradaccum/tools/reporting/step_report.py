@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn
@@ -50,7 +50,7 @@ class StepReport:
 
     def as_dict(self) -> dict[str, float]:
         """Return the known items as single numbers, by name; of several learning rates the smallest and the largest."""
-        items = {field.name: getattr(self, field.name) for field in fields(self)}
+        items = dict(vars(self))
         others = items.pop("other_losses") or ()
         names = items.pop("loss_names") or range(1, len(others) + 1)
         for name, loss in zip(names, others):

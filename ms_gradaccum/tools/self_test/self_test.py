@@ -1,12 +1,11 @@
 """``python -m ms_gradaccum test``: check that trainings on this machine give the numbers of the whole batch."""
 
-import importlib
 import itertools
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from ms_gradaccum.backend.device import DEVICES, is_host, this_device
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
-from ms_gradaccum.tools.self_test.trials import all_cells
+from ms_gradaccum.tools.self_test.trials import CELLS
 
 _OWNER = "test"
 # The version of the format. It changes if programs that read the old format would misread the new one.
@@ -36,7 +35,7 @@ def self_test(
     timeout: float = 120.0,
     show: Callable[[str], None] = print,
     tell: Callable[[str], None] = lambda text: None,
-    cells: Sequence[Cell] | None = None,
+    cells: Sequence[Cell] = CELLS,
 ) -> Result:
     """Train small networks in windows, compare with MindSpore's own step on the whole batch, and return the results.
 
@@ -51,7 +50,7 @@ def self_test(
     facts: Result = {}
     with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as folder:
         planned = []
-        for cell in all_cells() if cells is None else cells:
+        for cell in cells:
             size = 1 if cell.parallel == ALONE else workers
             planned.append(replace(cell, size=size, workers=workers, device=device, folder=folder))
 
@@ -103,8 +102,7 @@ def _outcomes(
             else:
                 waiting.append(cell)
         while waiting:
-            task = {"cells": [asdict(cell) for cell in waiting]}
-            with Job(size, f"{__name__}:try_cells", task) as job:
+            with Job(size, try_cells, list(waiting)) as job:
                 is_whole = True
                 while waiting and is_whole:
                     cell = waiting.pop(0)
@@ -138,10 +136,9 @@ def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
     return ""
 
 
-def try_cells(cells: list[dict[str, Any]]) -> Iterator[Result]:
+def try_cells(cells: Sequence[Cell]) -> Iterator[Result]:
     """Run cells in one of their processes. Yield the facts about the machine, then the outcome of each cell."""
-    planned = [Cell(**cell) for cell in cells]
-    first = planned[0]
+    first = cells[0]
     if first.device != this_device():
         ms.set_device(first.device)
     rank = 0
@@ -149,16 +146,15 @@ def try_cells(cells: list[dict[str, Any]]) -> Iterator[Result]:
         init()
         rank = get_rank()
     yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
-    for cell in planned:
+    for cell in cells:
         yield try_cell(replace(cell, rank=rank))
 
 
 def try_cell(cell: Cell) -> Result:
     """Run a cell, and return its outcome."""
-    module, _, name = cell.function.partition(":")
     try:
         with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
-            found = getattr(importlib.import_module(module), name)(cell)
+            found = cell.function(cell)
     except SkippedCell as why:
         return _result("skipped", str(why))
     return _result(*judge(found), found.difference, found.tolerance)

@@ -54,10 +54,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One test, with its process in a job. ``function``, as ``module:function``, takes the cell and returns a Found."""
+    """One test, with its process in a job. The ``function`` takes the cell and returns a Found."""
 
     name: str
-    function: str
+    function: "Callable[[Cell], Found]"
     parallel: str = ALONE
     dtype: str = "float32"
     mode: str = "GRAPH"

@@ -13,28 +13,11 @@ from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell, Training, labelled_rows, values_of
+from ms_gradaccum.tools.self_test.training import Cell, Found, SkippedCell, Training, labelled_rows, values_of
 
 _SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
 _MAX_NORM = 0.25  # Below the norms of the gradients, which are at least 0.8.
 _STATE = "state_of_one"
-
-
-def all_cells() -> list[Cell]:
-    """Return all cells. One job loads the state that an earlier process has saved."""
-    rows = (
-        ("clip, windows of 2 batches", "clipped"),
-        ("mean over tokens", "tokens"),
-        ("loss scale, an overflow", "overflow", ALONE, "float16"),
-        ("MLP", "plain", ALONE, "bfloat16", "PYNATIVE"),
-        ("state saved in mid-window, resumed", "resume", ALONE, "float32", "PYNATIVE"),
-        ("data sink mode, on CPU a larger graph", "one_graph"),
-        ("clip, windows of 2 batches", "clipped", "data parallel"),
-        ("loss scale, an overflow on one process", "overflow", "data parallel", "float16", "PYNATIVE"),
-        ("state of one process resumed", "resume_other", "HSDP level1", "float32", "PYNATIVE"),
-        ("clip, windows of 2 batches", "clipped", "HSDP level2"),
-    )
-    return [Cell(name, f"{__name__}:{function}", *settings) for name, function, *settings in rows]
 
 
 def plain(cell: Cell) -> Found:
@@ -107,3 +90,18 @@ def _precision(cell: Cell) -> MixedPrecision:
     except Exception as error:
         raise SkippedCell(f"this {cell.device} has no matrix product in {cell.dtype}") from error
     return MixedPrecision(dtype, "O1", init_scale=_SCALE)
+
+
+# One job loads the state that an earlier process has saved.
+CELLS = (
+    Cell("clip, windows of 2 batches", clipped),
+    Cell("mean over tokens", tokens),
+    Cell("loss scale, an overflow", overflow, dtype="float16"),
+    Cell("MLP", plain, dtype="bfloat16", mode="PYNATIVE"),
+    Cell("state saved in mid-window, resumed", resume, mode="PYNATIVE"),
+    Cell("data sink mode, on CPU a larger graph", one_graph),
+    Cell("clip, windows of 2 batches", clipped, "data parallel"),
+    Cell("loss scale, an overflow on one process", overflow, "data parallel", "float16", "PYNATIVE"),
+    Cell("state of one process resumed", resume_other, "HSDP level1", mode="PYNATIVE"),
+    Cell("clip, windows of 2 batches", clipped, "HSDP level2"),
+)

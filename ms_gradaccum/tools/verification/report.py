@@ -8,7 +8,7 @@ import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.verification.experiment import Experiment
-from ms_gradaccum.tools.whole_batch import Run, norm_of, parameter_differences, relative
+from ms_gradaccum.tools.whole_batch import Run, difference, norm_of, parameter_differences, relative
 
 _SHOWN = 20
 
@@ -117,8 +117,7 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
     for place in sorted(window.state.keys() | whole.state.keys()):
         a = window.state.get(place, start.values[place]).astype(np.float64)
         b = whole.state.get(place, start.values[place]).astype(np.float64)
-        misfit = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
-        entries.append(_entry(start.tensors[place].name, "state", a, b, misfit, rtol))
+        entries.append(_entry(start.tensors[place].name, "state", a, b, difference(a, b), rtol))
     return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 

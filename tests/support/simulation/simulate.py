@@ -6,13 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+from ms_gradaccum import Model, TrainOneStepCell
 from ms_gradaccum.batch.arguments import Batch
-from ms_gradaccum.loops.model import Model
-from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
 from simulation.cuda_stubs import stand_ins
 from simulation.report import Simulation, simulation_of
+from simulation.worker import work
 
 
 def simulate(
@@ -29,7 +29,6 @@ def simulate(
     of one process and the whole batch. ``build`` returns the step, or a Model, and the batch of all devices together.
     """
     builder = Builder.of("simulate", build)._replace(device=["CPU"])
-    task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
     with TemporaryDirectory() as folder, mock.patch.dict(os.environ, stand_ins(Path(folder))):
-        with Job(devices, f"{__package__}.worker:work", task) as job:
+        with Job(devices, work, builder, os.getcwd(), 3 if run else 0) as job:
             return simulation_of(devices, job.wait(timeout))

@@ -14,13 +14,11 @@ from mindspore import Tensor, nn, ops
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
+from ms_gradaccum import ClipByValue, Model, TrainOneStepCell
 from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
-from ms_gradaccum.gradients.clipping import ClipByValue
-from ms_gradaccum.loops.model import Model
-from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.tools.builder import Builder
@@ -42,12 +40,12 @@ class Meeting(NamedTuple):
     rank: int
 
 
-def work(builder: list[Any], home: str, updates: int) -> Iterator[dict[str, Any]]:
+def work(builder: Builder, home: str, updates: int) -> Iterator[dict[str, Any]]:
     """Do the part of one rank, and yield its report."""
     rank, size = connect()
     meeting = Meeting(Path(os.environ["TMPDIR"]), rank)
     found: dict[str, Any] = {}
-    build = partial(build_step, Builder(*builder), home)
+    build = partial(build_step, builder, home)
     # The programs of all devices have the same size, so without `run` one is enough.
     if rank == 0 or updates:
         step, batch = build()
