@@ -51,6 +51,12 @@ run_graph = api._cell_graph_executor._exec_pip
 use_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
 
 
+def free_graphs(cell: nn.Cell) -> None:
+    """Free the compiled graphs of a cell, with the memory that one of them keeps after an error."""
+    api._cell_graph_executor.del_net_res(cell, cell.compile_cache)
+    cell.compile_cache.clear()
+
+
 def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:
     """Give ``cell`` the compiler's settings of another cell, as MindSpore's own wrappers do."""
     cell._get_attr_from_cell(like)
