@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from ms_gradaccum.backend.snapshot import Array, as_array
-from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
+from ms_gradaccum.batch.split import BatchAxis, Flattened, SplitBatch, count_rows
 from ms_gradaccum.batch.structure import SequenceOf
 
 
@@ -32,6 +32,23 @@ class Rows(NamedTuple):
         batch = Flattened(inputs, batch_axis)
         rows = count_rows(batch.leaves)
         return Rows(batch.structure, batch.tensors, batch.axes, rows, rows)
+
+    @staticmethod
+    def parts(
+        network: nn.Cell, inputs: tuple[object, ...], split: SplitBatch, weight: float | None = None
+    ) -> list["Rows"]:
+        """Return the micro batches of a batch, or its only one with a weight of the caller."""
+        axes = Flattened(inputs, network.batch_axis).axes
+        parts = []
+        for rows, tensors in split.micro_batches:
+            parts.append(Rows(split.structure, tensors, axes, rows, rows if weight is None else weight))
+        if not split.places:
+            return parts
+        whole = Rows.of(inputs, network.batch_axis)
+        most = max(1, network.token_limit.micro_tokens // (2 * split.longest))
+        for i, places in enumerate(split.places):
+            parts[i] = parts[i]._replace(padded=Padded(whole, places, most))
+        return parts
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others, both with their padding. What has no rows comes from the other ones."""

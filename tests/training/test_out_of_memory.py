@@ -1,4 +1,4 @@
-"""Where memory runs out before a window has anything to lose, a batch is split into twice as many micro batches."""
+"""A lack of memory before a window has anything to lose: its batch is split into twice as many micro batches."""
 
 import subprocess
 import sys

@@ -104,4 +104,4 @@ class Experiment:
         """Return the sentence of training's measurement of the loss, or an empty string."""
         self.start.begin(self.frozen)
         measurement = LossMeasurement(self.network, self.parameters, self.compiles, self.start.is_16_bit)
-        return measurement.measure(self.inputs, self.split)
+        return measurement.measure(Rows.parts(self.network, self.inputs, self.split))
