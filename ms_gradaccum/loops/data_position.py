@@ -191,11 +191,6 @@ class DataPosition(NamedTuple):
         if self.batches is None:
             return self._replace(length=length)
         batches = min(self.batches * self.ranks // ranks, length - 1)
-        if batches * ranks != self.batches * self.ranks:
-            warn(
-                f"For 'load_state', {self.batches} batches on each of {self.ranks} processes are no whole number on "
-                f"each of {ranks}: the last samples before the state was saved are used once more."
-            )
         return self._replace(batches=batches, length=length)
 
 

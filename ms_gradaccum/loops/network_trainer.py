@@ -108,9 +108,9 @@ class TrainedNetwork(Window):
                 f"For 'Accumulator', the argument 'weight' must be left out for a network that returns its weight, or "
                 f"whose loss needs all rows, but got {weight}. Leave it out."
             )
-        if network.micro_size > 1:
+        if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a batch of {network.micro_size} micro "
+                f"For 'Accumulator', the argument 'weight' must be left out for a batch that is split into micro "
                 f"batches, which have weights of their own, but got {weight}. Return (loss_mean, weight), and give "
                 f"weighted='mean' to GradAccumulation."
             )
@@ -150,7 +150,7 @@ class TrainedNetwork(Window):
         self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
         if self.ranks is not None and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
-            self.note_first("gradients", list(filter(_is_telling, added)), weight)
+            self.note_first("gradients", list(filter(_is_telling, added)))
         if self.advisor.is_on:
             self.advisor.after_gradients(added)
         self.has_batch = True

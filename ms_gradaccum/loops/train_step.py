@@ -115,6 +115,8 @@ class HostDrivenStep(Step):
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
+        if network.token_limit is not None:
+            agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
         self.driver = WindowDriver(_OWNER, [self.window], self.events)

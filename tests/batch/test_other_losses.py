@@ -7,7 +7,7 @@ import pickle
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import sgd, whole
+from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import Around, KeepGradients, number, tensors
@@ -24,8 +24,6 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.static_graph.settings import check_step
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 4], [1, 1], [4, 0], [2, 5]])
 Y = np.float32([[1], [0], [2], [1], [3], [2], [0]])
@@ -336,15 +334,3 @@ def test_the_loss_alone_and_verify_do_not_mind_them(eager):
     assert verify(loss_cell, tensors(X, Y), None).equal
     pairs = GradAccumulation(Pairs(), 2, losses="first", weighted=True)
     assert verify(pairs, tensors(X, Y), None).equal
-
-
-def test_semi_auto_parallel_says_that_it_reports_none():
-    """The compiler partitions there; this is what a step is told while it is built."""
-    text = (
-        "For 'GradAccumulation', losses='first' trains in semi-auto-parallel as elsewhere, but StepOutput.other_losses "
-        "stays empty there. To see the further losses, evaluate the network on a batch, or let it print them with "
-        "ops.Print."
-    )
-    loss_cell = GradAccumulation(Losses(), 2, losses="first")
-    with pytest.warns(UserWarning, match=whole(text)):
-        check_step(SemiAuto(None), loss_cell, sgd(loss_cell))

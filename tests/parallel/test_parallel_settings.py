@@ -100,26 +100,9 @@ def test_an_optimizer_around_another_one_is_refused():
         check_shardable(optimizer)
 
 
-class ClippedSGD(nn.SGD):
-    def construct(self, grads):
-        return super().construct(ops.clip_by_global_norm(grads, 1.0))
-
-
 class DecayedSGD(nn.SGD):
     def construct(self, grads):
         return super().construct(tuple(grad + 0.1 * weight for grad, weight in zip(grads, self.parameters)))
-
-
-def test_an_optimizer_whose_code_takes_a_norm_is_named():
-    """Each rank would clip by the norm of its own rows, and train another thing than one process."""
-    weights = nn.Dense(2, 2).trainable_params()
-    sentence = (
-        "For 'HSDP', the optimizer must work element by element, but the code of ClippedSGD has clip_by_global_norm, "
-        "which sees only this rank's rows of sharded parameters. Clip with the step's clip, or use DataParallel() "
-        "without sync_each_batch."
-    )
-    with pytest.warns(UserWarning, match=f"^{re.escape(sentence)}$"):
-        check_shardable(ClippedSGD(weights, 0.1))
 
 
 @pytest.mark.parametrize("kind", [DecayedSGD, nn.SGD, nn.AdamWeightDecay, nn.FTRL, experimental.AdamW])

@@ -178,7 +178,7 @@ def test_the_wheel_of_the_source_archive_is_that_of_the_sources(wheel, archive):
 def test_the_extras_of_the_wheel_are_those_that_the_package_or_its_pages_name(wheel):
     metadata = metadata_of(wheel)
     pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    named = {names for page in pages for names in re.findall(r"ms_gradaccum\[([\w,]+)\]", page.read_text())}
+    named = {names for page in pages for names in re.findall(r"(?:ms_gradaccum|\.)\[([\w,]+)\]'", page.read_text())}
     named = {name for names in named for name in names.split(",")}
     assert named == {"plot", "fusion"} == set(metadata.get_all("Provides-Extra"))
 

@@ -131,7 +131,7 @@ def test_each_of_several_arguments_is_answered(eager):
     got, meant = "'use_amp', 'max_norm'", f"mixed_precision='fp16' for use_amp, {CLIP} for max_norm"
     with raises(TypeError, ARGUMENT.replace("argument", "arguments").format("TrainOneStepCell", got, meant)):
         TrainOneStepCell(cell, sgd(cell), use_amp=True, max_norm=1.0)
-    names = "network, micro_size, weighted, batch_axis, losses"
+    names = "network, micro_size, micro_tokens, lengths, length_axis, weighted, batch_axis, losses"
     with raises(TypeError, f"For 'GradAccumulation', unexpected argument 'x'. It has {names}."):
         GradAccumulation(cell, 4, x=1)
 
