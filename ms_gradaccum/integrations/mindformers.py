@@ -18,7 +18,7 @@ _UNUSED = ("parallel_config", "lr_scheduler", "global_norm_spike_threshold")
 # Settings that must be off, with the remedy.
 _OFF = {
     "local_norm": "The norm is that of the window's mean gradient over all parameters.",
-    "use_skip_data_by_global_norm": "A large gradient can be clipped: use_clip_grad: True.",
+    "use_skip_data_by_global_norm": "Clip large gradients with use_clip_grad: True.",
     "grouped_lr_scheduler": "Give one lr_schedule: the monitor reads grouped rates from mindformers' own step.",
     "print_separate_loss": "The report has the sum of the terms.",
 }
@@ -67,7 +67,7 @@ class AccumulatedStep(TrainOneStepCell):
             compiler partitions the step (semi-auto-parallel).
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class AccumulatedStep(TrainOneStepCell):
         _check_settings(settings, is_legacy)
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
-        check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
+        check_bool(
+            _OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, weight)."
+        )
         clip = None
         if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
             clip = ClipByGlobalNorm(max_grad_norm)
@@ -111,7 +113,7 @@ def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         raise ValueError(
             f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, but got "
-            f"semi-auto-parallel. MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
+            f"semi-auto-parallel. There MFTrainOneStepCell accumulates by itself: use gradient_accumulation_steps."
         )
     unused = set(_UNUSED)
     if is_legacy:

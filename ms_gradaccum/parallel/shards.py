@@ -161,7 +161,7 @@ def check_shardable(optimizer: nn.Cell) -> None:
     problem = f"has {type(last).__name__} inside" if outer else ""
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         problem = "looks at whole parameters"
-    rule = "one that works element by element"
+    rule = "an optimizer that works element by element"
     require(not problem, _HSDP, "optimizer", rule, f"{name}, which {problem}", remedy)
     known = {id(item) for value in _matching(optimizer) for item in value}
     for _, cell in optimizer.cells_and_names():
@@ -170,8 +170,8 @@ def check_shardable(optimizer: nn.Cell) -> None:
     for item in all_parameters(optimizer):
         if id(item) not in known and item.size > 1:
             raise ValueError(
-                f"For 'HSDP', the argument 'optimizer' must be one whose state has its parameters' shapes, but got "
-                f"{name} with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
+                f"For 'HSDP', the argument 'optimizer' must have states of its parameters' shapes, but got {name} "
+                f"with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
             )
 
 
