@@ -202,23 +202,23 @@ def a_backbone_with_its_own_loss(*_):
     step_of(TokenMeanLoss(loss_cell()))(*LINES)
 
 
-@says("For 'TokenMeanLoss', a cell as 'head' must be an nn.Dense or a mint.nn.Linear without an activation")
+@says("'head' must be an nn.Dense")
 def a_head_of_another_class(*_):
     TokenMeanLoss(nn.Dense(4, 4), head=nn.Dense(4, 9, activation="relu"))
 
 
-@says("For 'TokenMeanLoss', the weight of 'head' must have the shape (classes, width)")
+@says("(classes, width)")
 def a_convolution_as_a_head(*_):
     TokenMeanLoss(nn.Dense(4, 4), head=nn.Conv1d(4, 9, 1).weight)
 
 
-@says("For 'TokenMeanLoss', the backbone must return hidden states of the width")
+@says("hidden states of the width")
 def a_network_with_its_head_inside(*_):
     network = nn.SequentialCell(nn.Dense(1, 4), nn.Dense(4, 9))
     step_of(TokenMeanLoss(network, head=network[1]))(LINES[0], Tensor(np.zeros(8, np.int32)))
 
 
-@says("For 'GradAccumulation', the argument 'micro_tokens' must be at least the length of each row")
+@says("at least the length of each row")
 def a_row_of_too_many_tokens(*_):
     words = Tensor(np.ones((4, 9, 1), np.float32))
     step_of(GradAccumulation(loss_cell(), micro_tokens=8))(words, words)
