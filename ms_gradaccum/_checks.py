@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import mindspore as ms
 import numpy as np
@@ -33,6 +33,7 @@ LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os
 _OTHER_NAMES = {
     "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
     "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
+    "micro_tokens": "max_tokens tokens_per_micro_batch max_token_len max_tokens_per_gpu",
     "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
     "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
     "grad_clip clip_global_norm use_clip_grad",
@@ -79,7 +80,7 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
         if right:
             hint = _IN_FULL.get(right, right)
             if right not in known:
-                is_split = right in ("micro_size", "batch_axis")
+                is_split = right in ("micro_size", "micro_tokens", "batch_axis")
                 hint += " of GradAccumulation" if is_split else " of TrainOneStepCell or Model"
             if len(unknown) > 1:
                 hint += f" for {name}"
@@ -100,18 +101,18 @@ class FrozenAfterInit:
     """
 
     _is_built = False
-    _obeyed: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # Checks of the settings that are read in each call.
+    _obeyed: Mapping[str, Callable[[Any], Any]] = {}  # Checks of the settings that are read in each call.
 
     def __setattr__(self, name: str, value: object) -> None:
         own: Any = type(self)
         if self._is_built and name in _settings(own) and value is not getattr(self, name, None):
             kind = next(each.__name__ for each in own.__mro__ if each.__module__.startswith(f"{__package__}."))
-            if name not in own._obeyed:
+            if name not in self._obeyed:
                 raise ValueError(
                     f"For '{kind}', the argument '{name}' cannot be changed after construction. Build a new {kind}; an "
                     f"optimizer goes with one."
                 )
-            value = own._obeyed[name](value)
+            value = self._obeyed[name](value)
         super().__setattr__(name, value)
 
 

@@ -46,7 +46,7 @@ def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object,
     The hint says which inputs may be split by mistake.
     """
     text = error.args[0] if error.args else None
-    if accumulation.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
+    if not accumulation.splits or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
         return True
     hint = _hint_of_split(accumulation, f"{text}{error.__cause__}", inputs)
     if hint:
@@ -99,12 +99,12 @@ def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, 
 
 def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
     """Warn of inputs that may be split or not split by mistake. Return True if later batches need no check."""
-    if accumulation.micro_size == 1:
+    if not accumulation.splits:
         return False
     batch_axis = accumulation.batch_axis
     batch = Flattened(inputs, batch_axis)
     rows = count_rows(batch.leaves)
-    if is_first and rows < accumulation.micro_size:
+    if is_first and rows < (accumulation.micro_size or 1):
         warn(
             f"For '{_OWNER}', micro_size={accumulation.micro_size} exceeds the {counted(rows, 'row')} of the batch, "
             f"which is split into single rows. It is the number of micro batches, not of rows: for an update of "

@@ -15,7 +15,7 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and acts_otherwise_in_training(cell)]
-    if norms and (adds_batches or network.micro_size > 1):
+    if norms and (adds_batches or network.splits):
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
             f"from the whole batch. Use GroupNorm, or freeze its statistics with {FREEZE}."
@@ -57,7 +57,7 @@ def frozen_cell(network: nn.Cell) -> str:
 def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:
     """Warn of code in the backward pass that gets a different gradient than in MindSpore's step."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
-    if hooked is not None and (network.micro_size > 1 or adds_batches):
+    if hooked is not None and (network.splits or adds_batches):
         warn(
             f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
             f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "

@@ -242,29 +242,17 @@ def updates_of(optimizer: nn.Cell) -> int | None:
     return int(count.asnumpy().item()) if isinstance(count, Tensor) else None
 
 
-def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
+def scale_for(optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     """Return the factor by which the mean gradient is multiplied because the optimizer divides by it."""
     # MindSpore documents this use for `FixedLossScaleManager(scale, drop_overflow_update=False)`: its step leaves the
     # gradients scaled, and the optimizer is built with the scale.
+    if not loss_scale.is_left_to_optimizer:
+        return 1.0
     inner = inner_optimizer(optimizer)
-    stored = hasattr(inner, "loss_scale")  # Some packages store only the reciprocal of the divisor.
-    own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
-    if loss_scale.is_left_to_optimizer:
-        scale = float(loss_scale.value().asnumpy())
-        if own != scale:
-            warn(
-                f"For '{owner}', the optimizer's loss_scale is {own} beside FixedLossScaleManager({scale:g}, "
-                f"drop_overflow_update=False): MindSpore's own step would update with {scale / own:g} times the "
-                f"gradient. Give the optimizer loss_scale={scale:g} for the same in both."
-            )
-        return own
-    if own != 1.0 and loss_scale.scales:
-        warn(
-            f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as "
-            f"MindSpore's own step does. Leave its loss_scale at 1.0, unless it belongs to "
-            f"FixedLossScaleManager({own:g}, drop_overflow_update=False)."
-        )
-    return 1.0
+    if hasattr(inner, "loss_scale"):
+        return float(inner.loss_scale)
+    # Some packages store only the reciprocal of the divisor.
+    return 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
 
 
 def _rate_in(group: dict[str, Any], rate: Parameter) -> Any:

@@ -46,6 +46,10 @@ class NoLossScale(nn.Cell):
         """Return the scale of the open window, a float32 scalar."""
         return Tensor(1.0, ms.float32)
 
+    def get_loss_scale(self) -> float:
+        """Return the scale of the open window as a number. The name is that of MindSpore's loss scales."""
+        return float(self.value().asnumpy())
+
     def unscaled(self, factor: Tensor) -> Tensor:
         """Return ``factor`` divided by the scale."""
         return factor

@@ -205,12 +205,6 @@ class DataPosition(NamedTuple):
         if self.batches is None:
             return self._replace(length=length)
         batches = min(self.batches * self.ranks // ranks, length - 1)
-        if batches * ranks != self.batches * self.ranks:
-            warn(
-                f"For 'load_state', {self.batches} batches on each of {self.ranks} processes cannot be shared evenly "
-                f"by {ranks}: the last samples before the state was saved are used twice. Resume with {self.ranks} "
-                f"processes to avoid this."
-            )
         return self._replace(batches=batches, length=length)
 
 

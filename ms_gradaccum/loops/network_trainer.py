@@ -107,11 +107,10 @@ class TrainedNetwork(Window):
                 f"For 'Accumulator', the argument 'weight' must be None for a network with weights of its own or a "
                 f"loss over all rows, but got {weight}. Leave it out."
             )
-        if network.micro_size > 1:
+        if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be None for a batch of {network.micro_size} micro "
-                f"batches, but got {weight}. Let the network return (loss_mean, weight), and give GradAccumulation "
-                f"weighted='mean'."
+                f"For 'Accumulator', the argument 'weight' must be None for a batch of several micro batches, but got "
+                f"{weight}. Let the network return (loss_mean, weight), and give GradAccumulation weighted='mean'."
             )
         return check_weight(weight)
 
@@ -149,7 +148,7 @@ class TrainedNetwork(Window):
         self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
         if self.ranks is not None and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
-            self.note_first("gradients", list(filter(_is_telling, added)), weight)
+            self.note_first("gradients", list(filter(_is_telling, added)))
         if self.advisor.is_on:
             self.advisor.after_gradients(added)
         self.has_batch = True

@@ -115,6 +115,8 @@ class HostDrivenStep(Step):
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
+        if network.token_limit is not None:
+            agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
         self.driver = WindowDriver(_OWNER, [self.window], self.events)
@@ -341,6 +343,11 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         """The loss scale of the open window, with the name from MindSpore's step with a loss scale."""
         scale: Tensor = self.body.loss_scale.value()
         return scale
+
+    @property
+    def loss_scaling_manager(self) -> nn.Cell:
+        """The loss scale, with the name of MindSpore's step. Callbacks of model zoos call its ``get_loss_scale()``."""
+        return self.body.loss_scale
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. No other method does so."""

@@ -166,11 +166,9 @@ class FirstInput(NamedTuple):
 
     kind: str  # A batch or gradients; empty if there is none.
     digest: str
-    rows: float  # 0 if the weight is not a number of rows.
-    reductions: list[str]  # The name of an operator of the network that reduces over processes, if there is one.
 
 
-NO_INPUT = FirstInput("", "", 0.0, [])
+NO_INPUT = FirstInput("", "")
 
 
 class RankState(NamedTuple):

@@ -15,7 +15,6 @@ class BatchSums(nn.Cell):
         self.micro_size = network.micro_size
         self.batch_axis = network.batch_axis
         self.weighted_loss = network.loss_of()
-        self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would merge them.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
         # These mark the end of each micro batch. With `lazy_inline`, the forward pass is one function for all micro

@@ -17,7 +17,6 @@ from ms_gradaccum.backend.mindspore_private import (
     launches_block,
     primexpr,
 )
-from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.gradients.norm_limit import SkipAbove
@@ -48,6 +47,10 @@ def check_step(
         remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         got = "a GradCacheLoss, which takes two passes"
         raise _error("network", "a sum over rows", got, remedy, "GradAccumulation")
+    if network.token_limit is not None:
+        remedy = "The compiler cuts each batch into equal parts: give micro_size."
+        got = network.token_limit.micro_tokens
+        raise _error("micro_tokens", "left out", got, remedy, "GradAccumulation")
     if drop_non_finite:
         remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         raise _error("bad_micro_batch", "'skip_window'", "'drop'", remedy)
@@ -62,39 +65,26 @@ def check_step(
         raise _error("mixed_precision", "one with float32 messages", f"reduce_dtype={dtype}", remedy)
     trained = {id(parameter) for parameter in optimizer.parameters}
     left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
-    if network.micro_size > 1 and left_out:
+    if network.splits and left_out:
         # The compiler expects an accumulator for each trainable parameter.
         got = f"{len(left_out)} parameters without it, first {left_out[0]!r}"
         remedy = "Set requires_grad = False on the others before the step is built."
         raise _error("optimizer", "an optimizer of all trainable parameters", got, remedy)
-    _warn_of_differences(network)
+    _warn_of_messages()
 
 
 def _error(name: str, rule: str, got: object, remedy: str, owner: str = _OWNER) -> ValueError:
     return ValueError(argument_error(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
 
 
-def _warn_of_differences(network: nn.Cell) -> None:
-    """Warn of wrong gradients, of losses that are not reported, and of a backward pass that need not be linear."""
+def _warn_of_messages() -> None:
+    """Warn where messages do not wait for the values that they send."""
     # In a simulation, the device is a CPU.
     if not reduces_in_order(this_device()) and not launches_block():
         warn(
             "For 'TrainOneStepCell', a semi-auto-parallel step on GPU may send values too early in MindSpore 2.10, "
             "so that parameters become wrong, with MindSpore's own step too. Call mindspore.runtime.launch_blocking() "
             "first, or use DataParallel() or HSDP()."
-        )
-    if network.losses is not None:
-        # The compiler follows only one output of the forward pass, the loss.
-        warn(
-            f"For 'GradAccumulation', StepOutput.other_losses stays empty in semi-auto-parallel, although "
-            f"losses={network.losses!r} trains as elsewhere. To see the further losses, evaluate the network on a "
-            f"batch, or print them with ops.Print."
-        )
-    if NetworkCode(network.network).has_own_backward():
-        warn(
-            "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear in "
-            "the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean. Leave "
-            "it out, or train without AutoParallel."
         )
 
 

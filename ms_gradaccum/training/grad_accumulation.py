@@ -25,6 +25,7 @@ from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
+from ms_gradaccum.batch.token_limit import Lengths, TokenLimit
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
 from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -99,8 +100,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     Raises:
         TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
             neither a bool nor a str, or `batch_axis` holds anything but ints and None.
-        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs have different numbers of rows
-            or none, or `network` returns something else than described.
+        ValueError: If `micro_size` is less than 1 or given with `micro_tokens`, `losses` is none of the above, inputs
+            have different numbers of rows or none, a row has more than `micro_tokens` tokens, or `network` returns
+            something else than described.
 
     Supported Platforms:
         ``GPU`` ``CPU``
@@ -126,8 +128,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        micro_size: int,
+        micro_size: int | None = None,
         *,
+        micro_tokens: int | None = None,
+        lengths: Lengths | None = None,
+        length_axis: BatchAxis = 1,
         weighted: Weighted = False,
         batch_axis: BatchAxis = 0,
         losses: Losses | None = None,
@@ -140,7 +145,16 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
         self.network = network = check_cell(_OWNER, "network", network, remedy)
         _check_inside(network)
-        self.micro_size = check_micro_size(micro_size)
+        self._signature = inspect.signature(network.construct)
+        self.token_limit: TokenLimit | None = None
+        self.micro_size: int | None = None
+        if micro_tokens is None:
+            self.micro_size = check_micro_size(micro_size)
+            _check_without_tokens(lengths, length_axis)
+        else:
+            _check_without_size(micro_size, network)
+            self.token_limit = TokenLimit.checked(micro_tokens, lengths, length_axis, self.argument_names)
+            self._obeyed = {}
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
@@ -150,7 +164,6 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         # True if the loss is no sum over micro batches, so that each batch is prepared for them.
         self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.batch_axis = check_batch_axis(batch_axis)
-        self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
         self._is_built = True
@@ -176,14 +189,18 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
-        axis = self.batch_axis
-        if isinstance(axis, tuple) and len(axis) == 1:
-            axis = (*axis, 0)  # The rows of the label are on axis 0.
-        return self.around(nn.WithLossCell(self.network, loss_fn), axis)
+        other = self.around(nn.WithLossCell(self.network, loss_fn), _with_label(self.batch_axis, 0))
+        if self.token_limit is not None:
+            length_axis = _with_label(self.token_limit.length_axis, 1)
+            other.token_limit = self.token_limit._replace(length_axis=length_axis)
+        return other
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        other = type(self)(network, self.micro_size, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses)
+        settings: dict[str, Any] = {"micro_size": self.micro_size}
+        if self.token_limit is not None:
+            settings = self.token_limit._asdict()
+        other = type(self)(network, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses, **settings)
         other.owner = self.owner
         return other
 
@@ -193,6 +210,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         if place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL:
             return f"'{arguments[place].name}'"
         return f"input[{place}]"
+
+    @property
+    def splits(self) -> bool:
+        """True if a batch may have several micro batches."""
+        return self.micro_size != 1
 
     @property
     def argument_names(self) -> list[str]:
@@ -223,7 +245,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def split(self, *inputs: object) -> SplitBatch:
         """Return the micro batches of one batch, whose inputs are those of `positional`."""
-        batch = split_batch(inputs, self.micro_size, self.batch_axis)
+        if self.token_limit is not None:
+            batch = self.token_limit.split(inputs, self.batch_axis)
+        else:
+            assert self.micro_size is not None
+            batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
         return batch
 
@@ -272,6 +298,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.needs_all_rows:
             _refuse_in_graph("cached")
+        if self.micro_size is None:
+            _refuse_in_graph("tokens")
         shapes: tuple[object, ...] = ()
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
@@ -289,6 +317,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
                 part += (rows,)
             parts += (part,)
         return parts
+
+
+def _with_label(axes: BatchAxis, axis: int) -> BatchAxis:
+    """Return the axes of the only input of a network, followed by that of its label."""
+    if isinstance(axes, tuple) and len(axes) == 1:
+        return (*axes, axis)
+    return axes
 
 
 def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
@@ -349,6 +384,31 @@ def _check_inside(network: nn.Cell) -> None:
             )
 
 
+def _check_without_tokens(lengths: object, length_axis: object) -> None:
+    """Raise for settings of `micro_tokens` without it."""
+    if lengths is None and length_axis == 1:
+        return
+    name = "length_axis" if lengths is None else "lengths"
+    raise ValueError(
+        f"For '{_OWNER}', the argument '{name}' must be left out without micro_tokens, but got a value. Give "
+        f"micro_tokens in place of micro_size."
+    )
+
+
+def _check_without_size(micro_size: object, network: nn.Cell) -> None:
+    """Raise for a number of micro batches, or a loss of all rows, together with `micro_tokens`."""
+    if micro_size is not None:
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'micro_size' must be left out with micro_tokens, but got {micro_size!r}. "
+            f"Give one of the two: micro_tokens determines the number of micro batches."
+        )
+    if isinstance(network, WholeBatchLoss):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'micro_tokens' must be left out for a {type(network).__name__}, whose rows "
+            f"keep their order, but got a value. Give micro_size."
+        )
+
+
 def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     """Return ``weighted`` if it is a bool or ``"mean"``."""
     if not isinstance(weighted, bool):
@@ -395,6 +455,8 @@ _NOT_IN_GRAPH = {
     "Python, with dataset_sink_mode=False.",
     "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
     "full shapes, or call the training step from Python.",
+    "tokens": "micro_tokens does not work inside a larger graph, as in data sink mode. Call the step from Python, with "
+    "dataset_sink_mode=False.",
 }
 
 

@@ -11,12 +11,13 @@ from mindspore import ParameterTuple, nn
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.rows import Rows
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import MAX_FIXED_SHAPES, NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.structure import SequenceOf, named_tuple_in
+from ms_gradaccum.batch.token_limit import MOST_GRAPHS
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import Preparation
 from ms_gradaccum.gradients.buffer import sparse_lookup
@@ -119,7 +120,8 @@ class BuiltSteps:
             cell.is_pooled = is_pooled
             return like_mode(cell, self.cell)
 
-        compiled = Compiled(build, self.settings.owner, "the network", self.network.network)
+        most_graphs = MAX_FIXED_SHAPES if self.network.token_limit is None else MOST_GRAPHS
+        compiled = Compiled(build, self.settings.owner, "the network", self.network.network, most_fixed=most_graphs)
         self.compiled[structure, is_empty] = compiled
         self.advisor.after_build(len(self.compiled))
         return compiled

@@ -23,10 +23,14 @@ from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
 MAX_OVERFLOWS = 100
-NO_END = (
-    f"For 'TrainOneStepCell', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} windows in a row "
-    f"with an Inf or a NaN do not end the training. Watch the outputs' `overflow`."
-)
+
+
+def unraised(owner: str) -> str:
+    """Return the warning of a graph that cannot raise the error of `broken_gradient`."""
+    return (
+        f"For '{owner}', a larger graph cannot raise errors here, so {MAX_OVERFLOWS} windows in a row with an Inf or a "
+        f"NaN do not end the training. Watch the outputs' `overflow`."
+    )
 
 
 class WindowReduction(nn.Cell):
@@ -151,7 +155,7 @@ class WindowEnd(nn.Cell):
         self.buffer = reducer.buffer
         self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(settings.owner, optimizer, self.loss_scale))
+        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, self.loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -161,6 +165,7 @@ class WindowEnd(nn.Cell):
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         self.can_raise = graphs_can_raise()
         self.broken = broken_gradient(settings.owner)
+        self.unraised = unraised(settings.owner)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
@@ -188,7 +193,7 @@ class WindowEnd(nn.Cell):
                 if in_a_row >= MAX_OVERFLOWS:
                     raise RuntimeError(self.broken)
             else:
-                warn_in_graph(NO_END)
+                warn_in_graph(self.unraised)
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:

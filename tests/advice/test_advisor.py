@@ -60,7 +60,7 @@ HOOKS = [
     (WindowWatch, "begin_batch"),
     (WindowWatch, "end_batch"),
     (WindowWatch, "end_window"),
-    (LossMeasurement, "rows_of"),
+    (LossMeasurement, "after_batch"),
 ]
 
 

@@ -7,10 +7,9 @@ import pickle
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import sgd
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from refusal import refuses, warns
+from refusal import refuses
 from step_probe import Around, KeepGradients, number, tensors
 
 from ms_gradaccum import (
@@ -25,8 +24,6 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.static_graph.settings import check_step
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 4], [1, 1], [4, 0], [2, 5]])
 Y = np.float32([[1], [0], [2], [1], [3], [2], [0]])
@@ -327,10 +324,3 @@ def test_the_loss_alone_and_verify_do_not_mind_them(eager):
     assert verify(loss_cell, tensors(X, Y), None).equal
     pairs = GradAccumulation(Pairs(), 2, losses="first", weighted=True)
     assert verify(pairs, tensors(X, Y), None).equal
-
-
-def test_semi_auto_parallel_says_that_it_reports_none():
-    """The compiler partitions there; this is what a step is told while it is built."""
-    loss_cell = GradAccumulation(Losses(), 2, losses="first")
-    with warns("evaluate the network"):
-        check_step(SemiAuto(None), loss_cell, sgd(loss_cell))

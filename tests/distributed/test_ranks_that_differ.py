@@ -155,16 +155,11 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
         assert report["warnings data other"] == report["warnings data none"] == []
 
 
-def test_a_network_that_counts_rows_of_all_ranks_is_named_where_they_differ(two):
-    sentence = (
-        "For 'TrainOneStepCell', the ranks must have the same number of rows if the network communicates, but got "
-        "3, 4 with AllReduce in its code: an update counts each rank by its rows, which a reduction in the forward "
-        "pass does not."
-    )
-    for report in two:
-        (said,) = report["warnings rows other"]
-        assert said.startswith(sentence)
-        assert report["warnings rows same"] == report["warnings rows local"] == []
+def test_a_rank_that_finds_something_wrong_with_its_loss_trains_on_with_the_others(two):
+    """It sends nothing for its measurement, and measures no more."""
+    assert [report["found True"][0] for report in two] == [1, 0]
+    assert [report["found False"][0] for report in two] == [0, 0]
+    assert len({str(report[key][1]) for report in two for key in ("found True", "found False")}) == 1
 
 
 def apart(what, owner="TrainOneStepCell"):

@@ -166,14 +166,6 @@ def test_averages_are_those_of_the_shards_although_an_evaluation_makes_whole_par
     assert not np.allclose(averages, whole(1)[0], atol=1e-4)
 
 
-def test_a_warning_names_what_the_users_network_sends_and_not_what_hsdp_does(ranks):
-    for report in ranks:
-        assert report["warned mean"] == []
-        (said,) = report["warned over all rows"]
-        assert "must have the same number of rows if the network communicates, but got " in said
-        assert "with AllReduce in its code" in said
-
-
 def test_ranks_without_rows_are_told_together(ranks):
     first, *others = [report["errors"]["no rows"] for report in ranks]
     assert "a batch must have at least one row, but got 0 in input[1]. Skip it or, if other processes" in first

@@ -12,12 +12,13 @@ import pytest
 from linear_toy import X, batches, line, sgd, weight_of
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback
-from refusal import refuses, warns
+from refusal import refuses
 from step_probe import Around
 
-from ms_gradaccum import ClipByGlobalNorm
+from ms_gradaccum import ClipByGlobalNorm, Model
 from ms_gradaccum.integrations.mindcv import create_trainer
 from ms_gradaccum.integrations.mindone import ModelLoss, train_step
+from ms_gradaccum.integrations.mindyolo import create_train_step_fn
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -347,23 +348,19 @@ def test_a_scale_of_a_step_that_divides_by_it_is_nothing_to_warn_of(mindcv, scal
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_an_optimizer_that_divides_by_another_scale_is_named(drops):
+def test_an_optimizer_divides_by_its_own_scale(drops):
+    """As in MindSpore's own step, except where the scale is left to the optimizer: that is given what it divides."""
     network = line()
     scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=512.0)
-    with pytest.warns(
-        UserWarning, match="by its own loss_scale of 512 once more" if drops else "with 2 times the grad"
-    ):
-        step = train_step(loss_cell(network), scaled, 1024.0, drop_overflow_update=drops)
+    step = train_step(loss_cell(network), scaled, 1024.0, drop_overflow_update=drops)
     step(*BATCH)
     assert weight_of(network) == pytest.approx(2.04 / 512 if drops else 2.04)
 
 
-def test_an_optimizer_with_a_scale_of_its_own_is_named_by_a_trainer_of_mindcv_and_trains_the_same(mindcv):
+def test_an_optimizer_with_a_scale_of_its_own_trains_the_same_with_a_trainer_of_mindcv(mindcv):
     network = line()
     scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
-    with warns("optimizer's loss_scale"):
-        model = trainer(network, scaled, micro_size=4)
-    model.train(1, batches(8), dataset_sink_mode=False)
+    trainer(network, scaled, micro_size=4).train(1, batches(8), dataset_sink_mode=False)
     assert weight_of(network) == pytest.approx(2.04)
 
 
@@ -384,3 +381,97 @@ def test_a_clip_that_would_be_replaced_by_another_is_refused(mindcv):
         train_step(loss_cell(network), sgd(network), clip=ClipByGlobalNorm(1.0))
     with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
         trainer(network, clip=ClipByGlobalNorm(1.0))
+
+
+class ReadsTheScale(Callback):
+    """Reads the loss scale of the step at the end of an epoch, as mindocr's ``EvalSaveCallback`` does."""
+
+    def on_train_epoch_end(self, run_context):
+        train_network = run_context.original_args().train_network
+        self.scale = train_network.loss_scaling_manager.get_loss_scale()
+
+
+@pytest.mark.parametrize("kind", [ms.Model, Model])
+def test_callbacks_read_the_loss_scale_where_mindspores_own_step_has_it(kind):
+    network = line()
+    train_network = train_step(loss_cell(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
+    reads = ReadsTheScale()
+    kind(train_network).train(1, batches(8), reads, dataset_sink_mode=False)
+    # CPU cannot run it, but it has the attribute.
+    own = nn.TrainOneStepWithLossScaleCell(loss_cell(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
+    assert reads.scale == own.loss_scaling_manager.get_loss_scale() == 512
+
+
+def test_the_loss_scale_that_is_read_is_the_present_one():
+    network = line()
+    step = train_step(loss_cell(network), sgd(network), nn.DynamicLossScaleUpdateCell(1024, 2, 1000))
+    assert step.loss_scaling_manager.get_loss_scale() == 1024
+    assert not step(Tensor(X * np.inf), Tensor(X)).updated
+    assert step.loss_scaling_manager.get_loss_scale() == 512
+    assert train_step(loss_cell(network), sgd(network)).loss_scaling_manager.get_loss_scale() == 1
+
+
+class Boxes(nn.Cell):
+    """A loss of mindyolo's form: boxes name their image, the mean is over all boxes, and the batch size a factor."""
+
+    def construct(self, predictions, labels, images):
+        boxes = labels.reshape((-1, 6))
+        counts = (boxes[:, 1] >= 0).float()
+        chosen = predictions[0].gather(boxes[:, 0].int(), 0)
+        loss = (counts * (chosen[:, 0] - boxes[:, 2]) ** 2).sum() / counts.sum()
+        return loss * images.shape[0], ops.stop_gradient(loss)
+
+
+class Heads(nn.Cell):
+    """Two outputs of each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+
+    def construct(self, images):
+        return self.head(images), self.head(images)
+
+
+def boxes_of(rows):
+    """Labels of (rows, 3, 6): the number of the image as two loaders count, a class, or -1 for padding, and the box."""
+    labels = np.random.default_rng(0).uniform(1, 2, (rows, 3, 6)).astype(np.float32)
+    labels[np.arange(3) > np.arange(rows)[:, None] % 3, 1] = -1
+    labels[:, :, 0] = np.arange(rows)[:, None] % (rows // 2)
+    return labels
+
+
+def test_a_detector_of_mindyolo_trains_like_the_whole_batch(mode):
+    images, labels = Tensor(X[:6]), Tensor(boxes_of(6))
+    scaler = ms.amp.StaticLossScaler(64.0)
+    moved = []
+    average = types.SimpleNamespace(update=lambda: moved.append(True))
+    network = Heads()
+    optimizer = sgd(network, 1e-3)
+    arguments = ("detect", network, Boxes(), optimizer, 1, scaler, None, average, False, False, True, 0.5)
+    function = create_train_step_fn(*arguments, micro_size=3)
+    loss, terms, grads, finite = function(images, labels, True)
+
+    valid = labels.asnumpy()[:, :, 1] >= 0
+    goals = labels.asnumpy()[:, :, 2]
+    numbers = np.broadcast_to(X[:6], goals.shape)
+    mean = (goals[valid] ** 2).mean()
+    gradient = -6 * 2 * (goals * numbers)[valid].mean()
+    assert float(loss.asnumpy()) == pytest.approx(6 * mean, rel=1e-6)
+    assert float(terms[0].asnumpy()) == pytest.approx(mean, rel=1e-6)
+    assert weight_of(network.head) == pytest.approx(-1e-3 * max(-0.5, gradient), rel=1e-6)
+    assert gradient < -0.5 and grads is None and bool(finite) and moved == [True]
+
+    loss, _, _, finite = function(images * np.inf, labels, True)
+    assert not bool(finite) and moved == [True]
+    assert float(scaler.scale_value.asnumpy()) == 64
+
+
+def test_mindyolos_own_accumulation_and_masks_are_refused():
+    network = Heads()
+    arguments = (network, Boxes(), sgd(network), 1, ms.amp.StaticLossScaler(1.0), None)
+    with pytest.raises(ValueError, match="'task' must be one of 'detect', but got 'segment'. Masks are not"):
+        create_train_step_fn("segment", *arguments)
+    function = create_train_step_fn("detect", *arguments, micro_size=3)
+    with pytest.raises(ValueError, match="mindyolo's setting 'accumulate' must be 1"):
+        function(Tensor(X[:6]), Tensor(boxes_of(6)), False)

@@ -10,7 +10,7 @@ import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
-from mindspore import Parameter, Tensor, amp, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import LossMonitor, RunContext
 from refusal import loss_cell
@@ -202,6 +202,28 @@ def a_backbone_with_its_own_loss(*_):
     step_of(TokenMeanLoss(loss_cell()))(*LINES)
 
 
+@says("without an activation")
+def a_head_of_another_class(*_):
+    TokenMeanLoss(nn.Dense(4, 4), head=nn.Dense(4, 9, activation="relu"))
+
+
+@says("(classes, width)")
+def a_convolution_as_a_head(*_):
+    TokenMeanLoss(nn.Dense(4, 4), head=nn.Conv1d(4, 9, 1).weight)
+
+
+@says("hidden states of the width")
+def a_network_with_its_head_inside(*_):
+    network = nn.SequentialCell(nn.Dense(1, 4), nn.Dense(4, 9))
+    step_of(TokenMeanLoss(network, head=network[1]))(LINES[0], Tensor(np.zeros(8, np.int32)))
+
+
+@says("'micro_tokens' must be")
+def a_row_of_too_many_tokens(*_):
+    words = Tensor(np.ones((4, 9, 1), np.float32))
+    step_of(GradAccumulation(loss_cell(), micro_tokens=8))(words, words)
+
+
 @says("MindSpore cannot compile")
 def what_no_graph_can_do(monkeypatch, _):
     monkeypatch.delenv("MS_JIT")
@@ -379,19 +401,6 @@ def a_step_in_a_larger_graph(monkeypatch, _):
     monkeypatch.delenv("MS_JIT")
     ms.set_context(mode=ms.GRAPH_MODE)
     Outer()(*LINES)
-
-
-@says("measured: OSError")
-def a_network_that_fails_in_a_further_pass(*_):
-    class Failing(Returning):
-        def construct(self, x, y):
-            calls.append(x)
-            if len(calls) > 5:
-                raise OSError("no file")
-            return self.cell(x, y) * len(x)
-
-    calls = []
-    step_of(GradAccumulation(Failing(None), 2))(*LINES)
 
 
 @says("tensors, tuples, lists")
@@ -607,11 +616,6 @@ def a_loss_scale_in_saturation_mode(monkeypatch, _):
     step_of(loss_cell(), mixed_precision="fp16")
 
 
-@says("loss_scale is 1.0")
-def a_manager_without_its_optimizer(*_):
-    step_of(loss_cell(), mixed_precision=amp.FixedLossScaleManager(1024.0, drop_overflow_update=False))
-
-
 @says("network with the same")
 def experts_of_one_rank(monkeypatch, _):
     network = line()
@@ -627,13 +631,7 @@ def parameters_that_became_different(monkeypatch, _):
 
 @says("ranks must read")
 def the_same_rows_on_two_ranks(*_):
-    rank_inputs.warn_of_inputs("TrainOneStepCell", 2 * [world.FirstInput("batch", "12345678", 4, [])])
-
-
-@says("if the network")
-def other_rows_in_a_network_that_communicates(*_):
-    firsts = [world.FirstInput("batch", f"{rows}", rows, ["AllReduce"]) for rows in (3, 4)]
-    rank_inputs.warn_of_inputs("TrainOneStepCell", firsts)
+    rank_inputs.warn_of_inputs("TrainOneStepCell", 2 * [world.FirstInput("batch", "12345678")])
 
 
 @says("parameters in an update")

@@ -120,7 +120,8 @@ def test_each_of_several_arguments_is_answered(eager):
     cell = loss_cell()
     with refuses(TypeError, "'use_amp', 'max_norm'", "mixed_precision='fp16' for use_amp", f"{CLIP} for max_norm"):
         TrainOneStepCell(cell, sgd(cell), use_amp=True, max_norm=1.0)
-    with refuses(TypeError, "'x'", "network, micro_size, weighted, batch_axis, losses"):
+    names = "network, micro_size, micro_tokens, lengths, length_axis, weighted, batch_axis, losses"
+    with refuses(TypeError, "'x'", names):
         GradAccumulation(cell, 4, x=1)
 
 
