@@ -109,8 +109,8 @@ class TrainedNetwork(Window):
             )
         if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be None for a batch of several micro batches, but got "
-                f"{weight}. Let the network return (loss_mean, weight), and give GradAccumulation weighted='mean'."
+                f"For 'Accumulator', the argument 'weight' must be None for a batch that is split, but got {weight}. "
+                f"Let the network return (loss_mean, weight), and give GradAccumulation weighted='mean'."
             )
         return check_weight(weight)
 

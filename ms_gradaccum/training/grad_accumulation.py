@@ -453,10 +453,10 @@ _NOT_IN_GRAPH = {
     "its tensors one by one.",
     "cached": "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the step from "
     "Python, with dataset_sink_mode=False.",
+    "tokens": "micro_tokens cannot be used inside a larger graph, as in data sink mode. Call the step from Python, "
+    "with dataset_sink_mode=False.",
     "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
     "full shapes, or call the training step from Python.",
-    "tokens": "micro_tokens does not work inside a larger graph, as in data sink mode. Call the step from Python, with "
-    "dataset_sink_mode=False.",
 }
 
 

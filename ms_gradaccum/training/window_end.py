@@ -28,8 +28,8 @@ MAX_OVERFLOWS = 100
 def unraised(owner: str) -> str:
     """Return the warning of a graph that cannot raise the error of `broken_gradient`."""
     return (
-        f"For '{owner}', a larger graph cannot raise errors here, so {MAX_OVERFLOWS} windows in a row with an Inf or a "
-        f"NaN do not end the training. Watch the outputs' `overflow`."
+        f"For '{owner}', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} windows in a row with "
+        f"an Inf or a NaN do not end the training. Watch the outputs' `overflow`."
     )
 
 
@@ -149,13 +149,13 @@ class WindowEnd(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.loss_scale = settings.precision.loss_scale
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
+        loss_scale = settings.precision.loss_scale
+        self.reduction = WindowReduction(settings.owner, optimizer, reducer, loss_scale)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, self.loss_scale))
+        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -195,7 +195,7 @@ class WindowEnd(nn.Cell):
             else:
                 warn_in_graph(self.unraised)
         clipped_norm = self.update.keep_storage(clipped_norm)
-        clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
+        clipped_norm = ops.depend(clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:
             updated = self.progress(updated, before, clipped_norm)
         report["updated"] = updated

@@ -144,7 +144,12 @@ def test_the_known_wrong_gradients_differ():
         assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(each, right))
 
 
-@pytest.mark.parametrize("micro_size", [1, 2, 3, 4])
+# Each micro size in one mode.
+SIZES = {"PYNATIVE-1": (ms.PYNATIVE_MODE, 1), "GRAPH-2": (ms.GRAPH_MODE, 2)}
+SIZES |= {"GRAPH-3": (ms.GRAPH_MODE, 3), "PYNATIVE-4": (ms.PYNATIVE_MODE, 4)}
+
+
+@pytest.mark.parametrize("mode, micro_size", SIZES.values(), indirect=["mode"], ids=SIZES)
 def test_a_window_has_the_mean_over_its_tokens(micro_size, mode):
     loss_sum, expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))
     step = keeping_step(loss_cell_of(Network(), block_tokens=3), micro_size, check_loss=False)

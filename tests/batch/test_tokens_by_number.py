@@ -1,5 +1,6 @@
 """Means over tokens whose number the network returns or the loop gives: exact, as one batch is."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
@@ -86,7 +87,12 @@ def test_by_rows_it_would_be_another_training(mode, whole):
     assert np.abs(weights - whole[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize("micro_size", [1, 4, 5, 12])
+# Each micro size in one mode.
+SIZES = {"PYNATIVE-1": (ms.PYNATIVE_MODE, 1), "GRAPH-4": (ms.GRAPH_MODE, 4)}
+SIZES |= {"PYNATIVE-5": (ms.PYNATIVE_MODE, 5), "GRAPH-12": (ms.GRAPH_MODE, 12)}
+
+
+@pytest.mark.parametrize("mode, micro_size", SIZES.values(), indirect=["mode"], ids=SIZES)
 def test_a_micro_batch_counts_by_the_number_that_the_network_returns(mode, whole, micro_size):
     network, loss, optimizer = build(returns_tokens=True)
     step = TrainOneStepCell(GradAccumulation(loss, micro_size, weighted="mean"), optimizer, check_loss=False)

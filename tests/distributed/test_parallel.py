@@ -14,6 +14,7 @@ from ms_gradaccum import TrainingPlan
 sys.path.insert(0, str(Path(__file__).parent))
 from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
+    NO_SPIKE,
     OPTIMIZERS,
     STEPS,
     Halved,
@@ -23,8 +24,8 @@ from scenarios import (  # noqa: E402
     fingerprint,
     train,
     train_batches,
+    train_factors,
     train_lookup,
-    train_with_a_spike,
     uneven_data,
     weights_of,
     whole_batches,
@@ -154,8 +155,8 @@ def one_process_without_the_spike():
 
 
 def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
-    expected = train_with_a_spike(clip=Halved())["weights"]
-    assert not np.allclose(expected, train_with_a_spike()["weights"], rtol=1e-3)
+    expected = train_factors(NO_SPIKE, clip=Halved())["weights"]
+    assert not np.allclose(expected, train_factors(NO_SPIKE)["weights"], rtol=1e-3)
     for report in two:
         np.testing.assert_allclose(report["own clip"]["weights"], expected, rtol=2e-5, atol=2e-6)
         assert "a clip of your own needs whole gradients, but got Halved with HSDP(" in report["own clip refused"]

@@ -216,13 +216,20 @@ def test_a_fixed_scale_is_taken_out_again(mindformers, scale_sense):
     assert weight_of(network) == pytest.approx(2.04)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("local_norm", True), ("use_skip_data_by_global_norm", True), ("micro_batch_num", 4)]
-)
+@pytest.mark.parametrize(("setting", "value"), [("local_norm", True), ("micro_batch_num", 4)])
 def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, setting, value):
     network = line()
     with refuses(ValueError, f"'{setting}'", "left out"):
         mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | {setting: value})
+
+
+@pytest.mark.parametrize("threshold, weight", [(101.0, 0.0), (103.0, 2.04)])
+def test_a_batch_above_the_threshold_of_mindformers_makes_no_update(mindformers, threshold, weight):
+    network = line()
+    skips = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": threshold}
+    output = mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | skips)(*BATCH)
+    assert float(output[4].asnumpy()) == pytest.approx(102)
+    assert weight_of(network) == pytest.approx(weight)
 
 
 def test_single_terms_are_not_shown(mindformers):

@@ -116,8 +116,12 @@ def test_on_cpu_a_training_with_a_sink_is_resumed_where_it_stopped(tmp_path):
     assert weight_of(network) == whole
 
 
-@pytest.mark.parametrize("sink_size, epochs", [(1, 8), (2, 4), (4, 2), (-1, 2), (8, 1)])
-@pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
+# Each size of a sink with one end of the data, and a sink of two passes with all of them.
+SINKS = [(1, 8, "apply"), (2, 4, "drop"), (4, 2, "carry"), (-1, 2, "apply")]
+SINKS += [(8, 1, "apply"), (8, 1, "drop"), (8, 1, "carry")]
+
+
+@pytest.mark.parametrize("sink_size, epochs, last_window", SINKS)
 def test_a_window_ends_with_its_batches_and_not_with_the_sink(sinks, sink_size, epochs, last_window):
     """In windows of 3, 1, 3 and 1 batches, or of 3, 3 and 2."""
     settings = {"accumulation_steps": 3, "last_window": last_window, "check_loss": False}

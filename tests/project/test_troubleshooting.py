@@ -202,7 +202,7 @@ def a_backbone_with_its_own_loss(*_):
     step_of(TokenMeanLoss(loss_cell()))(*LINES)
 
 
-@says("without an activation")
+@says("'head' must be an nn.Dense")
 def a_head_of_another_class(*_):
     TokenMeanLoss(nn.Dense(4, 4), head=nn.Dense(4, 9, activation="relu"))
 
@@ -218,7 +218,7 @@ def a_network_with_its_head_inside(*_):
     step_of(TokenMeanLoss(network, head=network[1]))(LINES[0], Tensor(np.zeros(8, np.int32)))
 
 
-@says("'micro_tokens' must be")
+@says("at least the length of each row")
 def a_row_of_too_many_tokens(*_):
     words = Tensor(np.ones((4, 9, 1), np.float32))
     step_of(GradAccumulation(loss_cell(), micro_tokens=8))(words, words)
