@@ -358,7 +358,7 @@ def test_inside_a_larger_graph_it_is_refused():
         def construct(self, x, labels):
             return self.step(x, labels)[0]
 
-    with pytest.raises(Exception, match="micro_tokens does not work inside a larger graph"):
+    with pytest.raises(Exception, match="micro_tokens cannot be used inside a larger graph"):
         Larger()(Tensor(X), Tensor(LABELS))
 
 
