@@ -22,8 +22,9 @@ usage() {
                    step, eager, contrastive, language_model, distributed, semi_auto, long_run, first_window, import_time, structure;
                    more arguments go to it
 ./run.sh clients [NAME]
-                   networks of mindformers, mindcv and mindone in their own trainers, with this accumulation and with
-                   theirs; installs them into .venv-clients; more arguments go to clients/run.py
+                   networks of mindformers, mindcv, mindone, mindocr, mindyolo and the models repository in their own
+                   trainers, with this accumulation and with theirs; installs them into .venv-clients; more
+                   arguments go to clients/run.py
 ./run.sh mutations break the package in one place after the other, and see which tests fail
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
@@ -116,14 +117,21 @@ prepare_peers() {
 
 # The projects whose trainers train with this package have an environment of their own: their pins are not ours.
 prepare_clients() {
-  local wanted stamp=.venv-clients/installed
+  local wanted name address commit folder source stamp=.venv-clients/installed
   make_venv .venv-clients
   wanted=$(cat pyproject.toml setup.py clients/*.txt | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
-    echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
+    echo "Installing what clients/*.txt names into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)
     PYTHONWARNINGS=ignore "${install[@]}" -e . -r clients/requirements.txt
     "${install[@]}" --no-deps -r clients/no_deps.txt
+    while read -r name address commit folder; do
+      source=.venv-clients/sources/$name
+      rm -rf "$source"
+      git clone --quiet --filter=blob:none --no-checkout "$address" "$source"
+      git -C "$source" sparse-checkout set $folder
+      git -C "$source" checkout --quiet "$commit"
+    done < <(grep -v '^#' clients/sources.txt)
     echo "$wanted" >"$stamp"
   fi
 }

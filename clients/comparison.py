@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 import time
+import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +132,19 @@ def calls_of(way: Way, batch: Sequence[np.ndarray]) -> Callable[[], None]:
         step.optimizer.parameters[-1].asnumpy()
 
     return update
+
+
+def source(name: str) -> Path:
+    """The folder of a project that is no package; `sources.txt` names it."""
+    return Path(sys.prefix, "sources", name)
+
+
+def package_of(name: str, folder: Path) -> types.ModuleType:
+    """Let modules of a package be imported without its own ``__init__.py``, which imports more than they need."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+    return package
 
 
 def main(cases: Callable[[int], list[dict[str, Any]]]) -> None:

@@ -1,6 +1,6 @@
-"""Train mindformers', mindcv's and mindone's networks in their own trainers, with their own accumulation and with ours.
+"""Train other projects' networks in their own trainers, with their own accumulation and with ours.
 
-python clients/run.py                  # ./run.sh clients does, in an environment with the three of them
+python clients/run.py                  # ./run.sh clients does, in an environment with all of them
 python clients/run.py mindone --repeat 30
 
 Prints how far each way ends from the whole batch and how long an update takes. Exit status 1 if something differs that
@@ -21,6 +21,9 @@ import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = {"mindformers": "mindformers_llama.py", "mindcv": "mindcv_images.py", "mindone": "mindone_bert.py"}
+# Of these there is only the source.
+SOURCES = {"mindocr": "mindocr_text.py", "mindyolo": "mindyolo_detection.py", "models": "models_bert.py"}
+PROGRAMS |= SOURCES
 # One thread, and the instructions with which MindSpore's convolutions are not slow on many CPUs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2", "TOKENIZERS_PARALLELISM": "false"}
 # Nothing is downloaded while they run.
@@ -43,8 +46,17 @@ def rows_of(client: str, repeat: int) -> list[dict[str, Any]] | None:
         return None
 
 
+def version_of(client: str) -> str:
+    """The version of a package, or the commit of a source."""
+    if client not in SOURCES:
+        return version(client)
+    lines = [line.split() for line in (FOLDER / "sources.txt").read_text().splitlines()]
+    (commit,) = [line[2] for line in lines if line[0] == client]
+    return commit[:7]
+
+
 def print_table(client: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{client} {version(client)}")
+    print(f"\n{client} {version_of(client)}")
     print(f"{'':44}{'from the whole batch':>21}{'of its way':>11}{'update':>11}{'ratio':>7}")
     whole = []
     for number, row in enumerate(rows):

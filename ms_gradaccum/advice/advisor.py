@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import GradAccumulationWarning, first_line, warn
@@ -14,6 +15,7 @@ from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement, not_measured
 from ms_gradaccum.advice.rank_inputs import warn_of_inputs
+from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
 from ms_gradaccum.batch.split import SplitBatch
@@ -53,7 +55,8 @@ def _harmless(
     @functools.wraps(hook)
     def guarded(self: _Self, /, *args: _Inputs.args, **kwargs: _Inputs.kwargs) -> None:
         try:
-            hook(self, *args, **kwargs)
+            with np.errstate(all="ignore"):
+                hook(self, *args, **kwargs)
         except GradAccumulationWarning:
             raise
         except Exception as error:
@@ -66,6 +69,7 @@ class SilentAdvisor:
     """The hooks of an Advisor, which warn of nothing. Errors of a batch are explained all the same."""
 
     is_on = False  # True while a batch may be worth a warning. A batch that runs op by op always may.
+    measurement: LossMeasurement | None = None  # None where nothing is measured, or not any more.
     is_unmeasured = False  # True until a batch was measured, if one should be.
     has_failed = False  # True after the first error inside a hook.
 
@@ -113,12 +117,13 @@ class SilentAdvisor:
             explain_fixed_rows(self.network, inputs, rows, error)
 
     def tell_of_failure(self, error: Exception) -> None:
-        """Warn, once, that a hook has failed."""
+        """Warn, once, that a hook has failed. Nothing is measured after it."""
+        self.measurement = None
         if not self.has_failed:
             self.has_failed = True
             warn(
-                f"For '{self.owner}', a check that only warns has failed, but the training goes on: "
-                f"{type(error).__name__}: {first_line(error)}"
+                f"For '{self.owner}', a check that only warns has failed with {type(error).__name__}: "
+                f"{first_line(error)} The training goes on without it; please report this error."
             )
 
 
@@ -160,11 +165,10 @@ class Advisor(SilentAdvisor):
             if is_first:
                 self.watch.restart()
             self.watch.begin_batch()
-        measurement = self.measurement
-        if measurement is not None and measurement.is_on:
-            if is_first and measurement.is_first_windows:
-                measurement.begin_window(self._rows_of(batch), make_program())
-            measurement.before_batch()
+        if is_first and self.measurement is not None and self.measurement.windows < 2:
+            self._end_measuring(self.measurement.begin_window(self._rows_of(batch), make_program()))
+        if self.measurement is not None:
+            self._end_measuring(self.measurement.before_batch())
 
     @_harmless
     def after_batch(self, outputs: Sequence[Sequence[Tensor]], num_windows: int) -> None:
@@ -174,7 +178,7 @@ class Advisor(SilentAdvisor):
             return
         measurement = self.measurement
         if measurement is not None and measurement.is_due and batch.weight != 0.0:
-            measurement.after_batch(self._rows_of(batch), outputs, num_windows)
+            self._end_measuring(measurement.after_batch(self._rows_of(batch), outputs, num_windows))
         if self.watch.is_on:
             self.watch.end_batch(batch.is_last)
         self._look_on()
@@ -195,7 +199,7 @@ class Advisor(SilentAdvisor):
         if num_structures == _MANY_STRUCTURES:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors."
+                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Pass changing values as tensors."
             )
 
     @_harmless
@@ -230,26 +234,30 @@ class Advisor(SilentAdvisor):
     def before_sink(self, inputs: tuple[Any, ...], split: SplitBatch) -> None:
         if self.measurement is not None and self.is_unmeasured:
             self.is_unmeasured = False
-            self.measurement.before_batch()
-            rows = self.measurement.rows_of(inputs, split.micro_batches, split.structure)
-            self.measurement.after_batch(rows, [], 0)
+            text = self.measurement.before_batch()
+            parts = Rows.parts(self.network, inputs, split)
+            self._end_measuring(text or self.measurement.measure(parts))
 
     def _look_on(self) -> None:
         """Decide whether later batches may be worth a warning."""
-        is_measured = self.measurement is not None and self.measurement.is_on
+        is_measured = self.measurement is not None
         self.is_on = is_measured or self.watch.is_on or not self.first_batches.has_split
 
-    def _rows_of(self, batch: SeenBatch) -> list[Any]:
-        assert self.measurement is not None
-        split = batch.split
-        return self.measurement.rows_of(batch.inputs, split.micro_batches, split.structure, batch.weight)
+    def _end_measuring(self, text: str) -> None:
+        """Warn of what the measurement has found, and measure nothing more; go on after an empty text."""
+        if text:
+            self.measurement = None
+            warn(self.network.with_owner(text))
+
+    def _rows_of(self, batch: SeenBatch) -> list[Rows]:
+        return Rows.parts(self.network, batch.inputs, batch.split, batch.weight)
 
 
 def measurement_of(
     network: nn.Cell, parameters: Sequence[Parameter], reducer: GradientReducer, training: AdvisedTraining
 ) -> LossMeasurement | None:
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
-    adds_parts = network.micro_size > 1 or training.accumulation_steps > 1 or reducer.is_distributed
+    adds_parts = network.splits or training.accumulation_steps > 1 or reducer.is_distributed
     # Where a network reduces its gradients itself, its forward passes communicate.
     can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):

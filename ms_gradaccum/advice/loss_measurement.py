@@ -7,8 +7,8 @@ batches must stay when these exchange rows.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -16,22 +16,20 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.advice.gradient_exchange import NUM_DEVIATIONS, Program, gradient_error
-from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, relative
+from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, error_of, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
 from ms_gradaccum.backend.snapshot import Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import BATCH_NORMS
-from ms_gradaccum.batch.split import Flattened, MicroBatch
-from ms_gradaccum.batch.structure import SequenceOf
 
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
 NUM_SEEDS = 3  # How many sets of random numbers are tried, each with all four passes.
 NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
-# Passes of a loss whose random numbers do not come back, and more if its error exceeds a few deviations.
-NUM_DRAWS = (4, 12)
+# Passes of a loss whose random numbers do not come back, and as many if its error exceeds a few deviations.
+NUM_DRAWS = (4, 16)
 NUM_LIKELY = 3
 # Tensors up to this size are always copied, to restore what the forward pass changes.
 SMALL_SIZE = 2**16
@@ -41,19 +39,20 @@ _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
 
 
 class Batch(NamedTuple):
-    """A batch that was trained: its micro batches, and their losses as far as they are known."""
+    """A batch that was trained: its micro batches, and their losses in it where these tell of both together."""
 
     parts: list[Rows]
     losses: list[Loss]
     updates: int  # The number of updates before it.
 
-
-class Pair(NamedTuple):
-    """Two micro batches, and their losses in the training; none where they tell nothing of both together."""
-
-    a: Rows
-    b: Rows
-    losses: tuple[Loss, ...] = ()
+    def joined(self, following: "Batch") -> "Batch":
+        """Return the last micro batch of this batch with the first one of the following batch."""
+        parts = [self.parts[-1], following.parts[0]]
+        losses = self.losses[-1:] + following.losses[:1]
+        # Parameters have moved in between, or Python values differ: both micro batches get those of the last one.
+        if self.updates != following.updates or parts[0].structure != parts[1].structure:
+            losses = []
+        return Batch(parts, losses, following.updates)
 
 
 def not_measured(
@@ -65,9 +64,9 @@ def not_measured(
 
 
 class LossMeasurement:
-    """Measure the loss at batches 1, 2, 4, 8 ..., and after changes; warn once of a loss that parts train otherwise.
+    """Measure the loss at batches 1, 2, 4, 8 ..., and after changes, until a loss is found that parts train otherwise.
 
-    Everything that its passes change is restored.
+    The methods return the sentence for it, or an empty string. Everything that their passes change is restored.
     """
 
     def __init__(
@@ -83,150 +82,119 @@ class LossMeasurement:
         self.is_distributed = is_distributed
         self.losses = LossOfRows(network, parameters, compiles, half)
         self.schedule = Schedule(network.network, parameters)
-        self.is_on = True  # False after a finding.
         self.has_told_shapes = False
         # The network before a batch that is due, until that is measured.
         self.state: Snapshot | None = None
         # A batch of one micro batch that is due, until the next batch is joined with it.
         self.before: Batch | None = None
-        self.moved: list[Tensor] = []  # The tensors that forward passes have changed so far.
+        self.moved: set[int] = set()  # The tensors that forward passes have changed so far, by their identity.
         # The windows that have begun, and a micro batch of the first one until the second begins.
         self.windows = 0
         self.first: Rows | None = None
 
     @property
-    def is_first_windows(self) -> bool:
-        """True before the second window has begun."""
-        return self.windows < 2
-
-    @property
     def is_due(self) -> bool:
         """True if `after_batch` is to be called for a batch."""
-        return self.is_on and (self.state is not None or self.before is not None)
+        return self.state is not None or self.before is not None
 
-    def before_batch(self) -> None:
+    def before_batch(self) -> str:
         """Prepare the measurement of the next batch if it is due."""
-        if self.is_on:
-            self._guarded(self._prepare)
+        self.schedule.begin_batch()
+        if self.before is not None:
+            return ""
+        self.state = None  # A batch that was due may have failed.
+        return self._take_snapshot()
 
-    def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> None:
+    def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> str:
         """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
-        known = [self.losses.known(*pair) for pair in zip(parts, outputs)]
-        self._guarded(lambda: self._measure(Batch(parts, known, updates)))
+        losses = [self.losses.of(*pair) for pair in zip(parts, outputs)]
+        return self._measure(Batch(parts, losses, updates))
 
-    def rows_of(
-        self,
-        inputs: tuple[Any, ...],
-        micro_batches: Sequence[MicroBatch],
-        structure: SequenceOf,
-        weight: float | None = None,
-    ) -> list[Rows]:
-        """Return the rows of the micro batches of a batch, or of its only one with a weight of the caller."""
-        axes = Flattened(inputs, self.network.batch_axis).axes
-        parts = []
-        for rows, tensors in micro_batches:
-            parts.append(Rows(structure, tensors, axes, rows, rows if weight is None else weight))
-        return parts
-
-    def measure(self, inputs: tuple[Any, ...], micro_batches: Sequence[MicroBatch], structure: SequenceOf) -> str:
-        """Return the sentence for a batch that no training has run, or an empty string."""
-        for a, b in itertools.pairwise(self.rows_of(inputs, micro_batches, structure)):
-            text = self._finding(Pair(a, b), None)
+    def measure(self, parts: list[Rows]) -> str:
+        """Measure the micro batches of a batch that no training has run."""
+        for pair in itertools.pairwise(parts):
+            text = self._finding(Batch(list(pair), [], 0), None)
             if text:
                 return text
         return ""
 
-    def _guarded(self, measure: Callable[[], None]) -> None:
-        """Call a part of the measurement, whose errors never end a training."""
-        try:
-            with np.errstate(all="ignore"):
-                measure()
-        except Exception as error:
-            self._tell(not_measured(f"{type(error).__name__}: {first_line(error)}"))
-
-    def _tell(self, text: str) -> None:
-        self.is_on = False
-        self.state = None
-        self.before = None
-        self.losses.programs.clear()
-        warn(self.network.with_owner(text))
-
-    def _prepare(self) -> None:
-        self.schedule.begin_batch()
-        if self.before is None:
-            self.state = None  # A batch that was due may have failed.
-            if self.schedule.is_due:
-                self._take_snapshot()
-
-    def _take_snapshot(self) -> None:
+    def _take_snapshot(self) -> str:
+        if not self.schedule.is_due:
+            return ""
         state = Snapshot(self.network.network, copied=self._is_copied)
         if self.is_distributed and state.codes[0].communicates():
-            self._tell(not_measured("its forward pass communicates with other processes"))
-        elif state.iterators:
+            return not_measured("its forward pass communicates with other processes")
+        if state.iterators:
             kind = type(state.iterators[0]).__name__
-            self._tell(not_measured(f"the network reads an iterator ({kind}), which more passes would use up", ""))
-        else:
-            self.state = state
+            return not_measured(f"the network reads an iterator ({kind}), which more passes would use up", "")
+        self.state = state
+        return ""
 
     def _is_copied(self, tensor: Tensor) -> bool:
         """Return whether to copy a tensor. Copies of all that the forward pass leaves as it is would be large."""
-        return tensor.size <= SMALL_SIZE or any(tensor is each for each in self.moved)
+        return tensor.size <= SMALL_SIZE or id(tensor) in self.moved
 
     # ---- the measurement of a batch
 
-    def _measure(self, batch: Batch) -> None:
-        state = self.state
+    def _measure(self, batch: Batch) -> str:
         before = self.before
+        state = self.state
         if len(batch.parts) > 1:
             pair = self._pair_of(batch)
-        elif before is None:
-            self.before = batch
-            return
+        elif before is not None:
+            pair = before.joined(batch)
         else:
-            pair = Pair(before.parts[-1], batch.parts[0], (*before.losses, *batch.losses))
-            if pair.a.structure != pair.b.structure:  # Python values differ: both micro batches get those of the last.
-                pair = pair._replace(losses=())
-            if before.updates != batch.updates:  # The parameters have moved.
-                pair = pair._replace(losses=())
-                state = None
-        self.state = None
-        self.before = None
-        text = self._finding(pair, state)
-        if text:
-            self._tell(text)
-        elif before is not None and self.schedule.is_due:
             self.before = batch
-            self._take_snapshot()
+            return ""
+        self.before = None
+        self.state = None
+        if before is not None and before.updates != batch.updates:
+            state = None  # What has moved since then, an update may have moved.
+        text = self._finding(pair, state)
+        if text or before is None:
+            return text
+        self.before = batch if self.schedule.is_due else None
+        return self._take_snapshot()
 
-    def _pair_of(self, batch: Batch) -> Pair:
+    def _pair_of(self, batch: Batch) -> Batch:
         """Return the micro batches with the smallest and the largest loss, and in later batches those between."""
-        means = [loss.value / (loss.weight or 1.0) for loss in batch.losses]
+        means = [loss.total / (loss.weight or 1.0) for loss in batch.losses]
         order = np.argsort(means or range(len(batch.parts)), kind="stable").tolist()
         turn = self.schedule.batches.bit_length() - 1
-        low = order[turn % ((len(order) + 1) // 2)]
-        high = order[-1 - turn % (len(order) // 2)]
-        losses = (batch.losses[low], batch.losses[high]) if means else ()
-        return Pair(batch.parts[low], batch.parts[high], losses)
+        half = len(order) // 2
+        places = (order[turn % (len(order) - half)], order[-1 - turn % half])
+        losses = [batch.losses[i] for i in places if means]
+        return Batch([batch.parts[i] for i in places], losses, batch.updates)
 
-    def _finding(self, pair: Pair, before: Snapshot | None) -> str:
+    def _finding(self, pair: Batch, before: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
+        few = [rows.few() for rows in pair.parts]
+        if any(rows.size < each.size for rows, each in zip(few, pair.parts)):
+            pair = Batch(few, [], pair.updates)
+        first, second = pair.parts
         try:
-            both = pair.a.joined(pair.b)
+            both = first.joined(second)
         except RowsDiffer as error:
-            return self._of_other_shapes(f"{error}", pair.a.weight == pair.a.size)
-        moved: list[int] = []
-        names: list[str] = []
+            self._tell_of_shapes(f"{error}", first.weight == first.size)
+            return ""
+        changed = []
         if before is not None:
-            moved = self._moved_in(before)
-            names = before.changed_names()
+            trained = self._trained(before)
+            self.moved |= {id(before.tensors.tensors[i]) for i in before.tensors.changed(trained)}
+            changed = before.changed_names(trained)
         with kept(self.network.network, self._is_copied) as now:
             passes = Passes(self.losses, now)
+            try:
+                whole = passes.loss(both)
+            except Exception as caught:
+                sizes = f"the network takes {first.size} rows, but not {both.size}"
+                return not_measured(f"{sizes} ({first_line(caught)})", "")
             text = ""
-            if before is not None and (moved or names):
-                text = self._of_state(passes, before, moved, names, pair.b)
-            return text or self._of_joined(passes, both, pair)
+            if before is not None and changed:
+                text = self._of_state(passes, before, changed, both, whole)
+            return text or self._of_joined(passes, pair, both, whole)
 
-    def _of_other_shapes(self, shapes: str, counts_rows: bool) -> str:
+    def _tell_of_shapes(self, shapes: str, counts_rows: bool) -> None:
         if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
             self.has_told_shapes = True
             text = (
@@ -234,134 +202,108 @@ class LossMeasurement:
                 f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {HIDE}"
             )
             warn(self.network.with_owner(text))
-        return ""
 
-    def _moved_in(self, before: Snapshot) -> list[int]:
-        """Return the places of tensors that forward passes have changed, but for BatchNorm's and trained parameters."""
-        owned = set(map(id, self.parameters))
-        for cell in before.cells:
+    def _trained(self, state: Snapshot) -> set[int]:
+        """Return the identities of the tensors that training moves: trained parameters and those of BatchNorm."""
+        trained = set(map(id, self.parameters))
+        for cell in state.cells:
             if isinstance(cell, BATCH_NORMS):
-                owned |= set(map(id, cell.get_parameters()))
-        moved = []
-        for i in before.tensors.changed():
-            tensor = before.tensors.tensors[i]
-            if id(tensor) not in owned:
-                moved.append(i)
-                self.moved.append(tensor)
-        return moved
+                trained |= set(map(id, cell.get_parameters()))
+        return trained
 
-    def _of_state(self, passes: Passes, before: Snapshot, moved: list[int], names: list[str], rows: Rows) -> str:
+    def _of_state(self, passes: Passes, before: Snapshot, changed: list[str], both: Rows, now: Loss) -> str:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
-        tensors = before.tensors
-        for i in moved:
-            names.append(repr(getattr(tensors.tensors[i], "name", "a tensor")))
 
-        def earlier() -> Loss:
+        def earlier() -> float:
             passes.restore()
-            before.put_back_objects()
-            for i in moved:
-                if i in tensors.values:
-                    tensors.put_back_one(i)
+            before.put_back(self._trained(before))
             passes.prepare()
-            return passes.loss(rows)
+            return passes.loss(both).value
 
-        now = passes.loss(rows)
         try:
             then = earlier()
-            again = earlier()
+            noise = relative(then - earlier(), then)
         except Exception:  # The loss may need what it has set.
             return ""
         finally:
             passes.restore()
-        noise = NUM_DEVIATIONS * abs(then.value - again.value)
-        rounding = self.losses.rounding(now, then) * max(abs(now.value), abs(then.value))
-        if not abs(now.value - then.value) > max(rounding, noise):
+        if not relative(now.value - then, now.value, then) > max(self.losses.rounding(now), NUM_DEVIATIONS * noise):
             return ""
         return (
-            f"For '{_OWNER}', the forward pass changes {listed(names, 3)}, and the loss depends on it, so micro "
+            f"For '{_OWNER}', the forward pass changes {listed(changed, 3)}, and the loss depends on it, so micro "
             f"batches see each other's state. Change it once per update, as in a callback's on_update_end()."
         )
 
-    def _of_joined(self, passes: Passes, both: Rows, pair: Pair) -> str:
+    def _of_joined(self, passes: Passes, pair: Batch, both: Rows, whole: Loss) -> str:
         """Return the sentence for two micro batches whose losses do not make that of both."""
-        is_known = len(pair.losses) == 2 and not passes.has_evaluated
-        parts = pair.losses if is_known else (passes.loss(pair.a), passes.loss(pair.b))
-        try:
-            whole = passes.loss(both)
-        except Exception as caught:
-            sizes = f"the network takes {pair.a.size} rows, but not {both.size}"
-            return not_measured(f"{sizes} ({first_line(caught)})", "")
         if not math.isfinite(whole.value):
             return ""
-        if self.losses.error(whole, *parts) <= self.losses.rounding(whole, *parts):
+        is_known = bool(pair.losses) and not passes.has_evaluated
+        parts = pair.losses if is_known else [passes.loss(rows) for rows in pair.parts]
+        if error_of(whole, *parts) <= self.losses.rounding(whole, *parts):
             self.losses.is_exact = is_known
             return ""
-        # A graph may be older than a change of the network, and its random numbers do not come back.
-        passes.is_eager = True
-        whole, first, second, again = [passes.loss(rows) for rows in (both, pair.a, pair.b, pair.a)]
-        rounding = self.losses.rounding(whole, first, second)
-        drift = relative(first.value - again.value, first.value, again.value)
+        if passes.is_eager:  # The training has drawn other random numbers.
+            parts = [passes.loss(rows) for rows in pair.parts]
+        elif passes.draws(both.structure):
+            return self._of_noise(passes, [both, *pair.parts], [whole, *parts])
+        error = error_of(whole, *parts)
+        rounding = self.losses.rounding(whole, *parts)
+        drift = relative(passes.loss(both).value - whole.value, whole.value)
         if drift > rounding:
-            return self._of_drift(passes, both, pair, drift)
-        error = self.losses.error(whole, first, second)
+            return self._of_drift(passes, [both, *pair.parts], [whole, *parts], drift)
         if error <= rounding:
             return ""
-        others = [passes.loss(both, seed=None) for _ in range(NUM_OTHERS)]
-        if max(relative(each.value - whole.value, whole.value) for each in others) > rounding:
-            return self._of_draws(passes, pair)
-        if error < MIN_CERTAIN_ERROR:
-            turned = [passes.loss(rows.take(range(rows.size)[::-1])) for rows in (both, pair.a, pair.b)]
-            orders = [relative(x.value - y.value, x.value) for x, y in zip(turned, (whole, first, second))]
-            if error <= NUM_ORDERS * max(orders):
-                return ""
+        if passes.is_eager:
+            others = [passes.loss(both, seed=None).value for _ in range(NUM_OTHERS)]
+            if max(relative(other - whole.value, whole.value) for other in others) > rounding:
+                return self._of_draws(passes, pair)
+        if error < MIN_CERTAIN_ERROR and error <= NUM_ORDERS * _effect_of_order(passes, both, whole):
+            return ""
         return self._sentence(error)
 
-    def _of_drift(self, passes: Passes, both: Rows, pair: Pair, drift: float) -> str:
+    def _of_drift(self, passes: Passes, rows: list[Rows], losses: list[Loss], drift: float) -> str:
         """Return the sentence for a loss that is another one in each pass: it has state, or its draws never repeat."""
         restored = set()
         for _ in range(2):
             passes.restore()
-            restored.add(passes.loss(pair.a).value)
+            restored.add(passes.loss(rows[0]).value)
         if len(restored) > 1:
-            return self._of_noise(passes, both, pair)
+            return self._of_noise(passes, rows, losses)
         return (
             f"For '{_OWNER}', the same rows have another loss in each pass ({_apart(drift)}), so micro "
             f"batches see each other's state. Keep state out of the loss, or change it once per update."
         )
 
-    def _of_noise(self, passes: Passes, both: Rows, pair: Pair) -> str:
+    def _of_noise(self, passes: Passes, rows: list[Rows], losses: list[Loss]) -> str:
         """Return the sentence for a loss whose draws never repeat: its means over some passes must add up."""
-        draws: list[list[Loss]] = [[], [], []]
-        error = 0.0
-        noise = 0.0
+        draws = [[loss] for loss in losses]
         for count in NUM_DRAWS:
-            for runs, rows in zip(draws, (both, pair.a, pair.b)):
-                runs += [passes.loss(rows, seed=None) for _ in range(count)]
+            for runs, each in zip(draws, rows):
+                runs += [passes.loss(each, seed=None) for _ in range(count - len(runs))]
             means = [Loss(*each) for each in np.mean(draws, axis=1).tolist()]
-            deviations = np.std(draws, axis=1, ddof=1)[:, 0]
-            error = self.losses.error(*means)
-            noise = relative(float(deviations.max()), *[mean.value for mean in means]) / len(draws[0]) ** 0.5
+            deviation = float(np.std(draws, axis=1, ddof=1)[:, 0].max())
+            noise = relative(deviation, *[mean.value for mean in means]) / len(draws[0]) ** 0.5
+            error = error_of(*means)
             if error <= max(NUM_LIKELY * noise, self.losses.rounding(*means)):
                 return ""
-        if error > NUM_DEVIATIONS * noise:
-            return self._sentence(error)
+            if error > NUM_DEVIATIONS * noise:
+                return self._sentence(error)
         return ""
 
-    def _of_draws(self, passes: Passes, pair: Pair) -> str:
-        """Return the sentence for a loss that draws random numbers, from passes that draw the same ones.
+    def _of_draws(self, passes: Passes, pair: Batch) -> str:
+        """Return the sentence for a loss that draws the same random numbers in passes with the same seed.
 
-        The first rows of a pass get the same numbers as the first rows of any other pass. Where these are exchanged,
-        the loss changes by their share of the rows.
+        Rows at the same place of a pass get the same numbers. So if the first half of the rows becomes other rows, the
+        total must change by as much with a second half behind them as without one.
         """
-        size = min(pair.a.size, pair.b.size)
-        first = pair.a.take(range(size))
-        second = pair.b.take(range(size))
+        size = min(rows.size for rows in pair.parts)
+        first, second = [rows.take(range(size)) for rows in pair.parts]
         errors = []
         limit = 0.0
         for seed in range(NUM_SEEDS):
-            some = (first.joined(second), second.joined(second), first, second)
-            runs = [passes.loss(rows, seed) for rows in some]
-            totals = np.array(list(map(self.losses.total, runs)))
+            runs = [passes.loss(rows, seed) for rows in (first.joined(second), second.joined(second), first, second)]
+            totals = np.array([run.total for run in runs])
             change = totals[2] - totals[3]
             errors.append((totals[0] - totals[1]) / change - 1)
             # The rounding of the totals, as a share of the change.
@@ -377,35 +319,46 @@ class LossMeasurement:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
             f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
-            f"something else than rows (tokens, boxes, class weights). {_PAGE}"
+            f"something else than rows (tokens, boxes, class weights{self._of_padding()}). {_PAGE}"
         )
+
+    def _of_padding(self) -> str:
+        return "" if self.network.token_limit is None else ", padding that micro_tokens cuts off"
 
     # ---- the gradients of the training program
 
-    def begin_window(self, parts: Sequence[Rows], program: Program) -> None:
+    def begin_window(self, parts: Sequence[Rows], program: Program) -> str:
         """At the second window, compare the gradients of two micro batches before and after they exchange rows."""
         self.windows += 1
-        first = self.first if len(parts) == 1 else parts[0]
+        first = parts[0] if len(parts) > 1 else self.first
         self.first = parts[-1] if self.windows == 1 else None
-        if self.is_on and self.windows == 2 and first is not None:
-            self._guarded(lambda: self._exchange(program, first, parts[-1]))
-
-    def _exchange(self, program: Program, first: Rows, last: Rows) -> None:
+        if self.windows == 1 or first is None or self.is_distributed:
+            return ""
         with kept(self.network.network, self._is_copied) as state:
             passes = Passes(self.losses, state)
             has_hooks = state.codes[0].has_hooks() or any(parameter.hooks() for parameter in self.parameters)
             is_float32 = self.losses.tolerance == TOLERANCES[ms.float32].loss
             # A compiled program that draws random numbers would go on with others.
             can_repeat = self.losses.is_exact or passes.is_eager
-            if has_hooks or self.is_distributed or not (can_repeat and is_float32):
-                return
-            error = gradient_error(passes, program, first, last)
-        if error:
-            self._tell(
-                f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-                f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the "
-                f"loss. {_PAGE}"
-            )
+            if has_hooks or not (can_repeat and is_float32):
+                return ""
+            error = gradient_error(passes, program, first.few(), parts[-1].few())
+        if not error:
+            return ""
+        return (
+            f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
+            f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the loss. {_PAGE}"
+        )
+
+
+def _effect_of_order(passes: Passes, rows: Rows, loss: Loss) -> float:
+    """Return how much another order of the rows changes their loss: this is rounding. Groups of rows stay together."""
+    places = np.arange(rows.size)
+    effects = []
+    for order in (places[::-1].tolist(), np.roll(places, rows.size // 2).tolist()):
+        value = passes.loss(rows.take(order)).value
+        effects.append(relative(value - loss.value, loss.value))
+    return max(effects)
 
 
 def _apart(error: float) -> str:

@@ -5,10 +5,13 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.advice.rows import Rows
+from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
+from ms_gradaccum.backend.mindspore_private import draws_random_numbers
 from ms_gradaccum.backend.snapshot import Snapshot
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import IN_TRAINING_ONLY, evaluate
@@ -21,10 +24,11 @@ _OWNER = "GradAccumulation"
 
 
 class Loss(NamedTuple):
-    """The loss of some rows: a mean and its number of rows, or a sum and the weight that the network returns."""
+    """The loss of some rows: the value that has been rounded, its weight, and the total that parts add up to."""
 
     value: float
     weight: float
+    total: float
 
 
 class LossOfRows:
@@ -39,54 +43,30 @@ class LossOfRows:
         self.tolerance = max(TOLERANCES[dtype].loss for dtype in dtypes if dtype in TOLERANCES)
         # True once a loss was as expected from the very losses of the training: nothing random is in it.
         self.is_exact = False
-        # By the structure of the inputs, and whether it runs op by op.
-        self.programs: dict[Hashable, Eager | Compiled] = {}
+        self.programs: dict[Hashable, Compiled] = {}  # By the structure of the inputs.
 
-    def known(self, rows: Rows, outputs: Sequence[Tensor]) -> Loss:
-        """Return the loss of a micro batch from the outputs of its micro step: a sum and a weight."""
-        total = float(outputs[0].asnumpy())
+    def of(self, rows: Rows, outputs: Sequence[Tensor]) -> Loss:
+        """Return the loss of rows from the outputs of a micro step, or of a forward pass: a sum and a weight."""
+        value = float(outputs[0].asnumpy())
         weight = float(outputs[1].asnumpy())
         if self.network.weighted:
-            return Loss(total, weight)
-        return Loss(total / weight if weight else math.nan, rows.weight)
+            return Loss(value, weight, value)
+        mean = float(np.divide(value, weight, dtype=np.float32))
+        return Loss(mean, rows.weight, mean * rows.weight)
 
-    def run(self, rows: Rows, is_eager: bool, has_many_lengths: bool) -> Loss:
-        """Return the loss of rows. One graph takes all lengths, if they are many."""
-        structure = rows.structure
+    def program(self, structure: Hashable, axes: Sequence[int | None] | None) -> Compiled:
+        """Return the compiled forward pass for inputs of a structure. One graph takes all lengths on open ``axes``."""
+        if structure not in self.programs:
+            self.programs[structure] = Compiled(
+                lambda: self.cell(structure), _OWNER, "the network", self.network.network, open_axes=axes
+            )
+        return self.programs[structure]
 
-        def build() -> nn.Cell:
-            loss = self.network.loss_of(structure)
-            loss.reports = False
-            loss.phase = "predict"
-            return loss
-
-        program = self.programs.get((structure, is_eager))
-        if program is None:
-            axes = (None, *rows.axes) if has_many_lengths else None
-            program = Compiled(build, _OWNER, "the network", self.network.network, open_axes=axes)
-            if is_eager:
-                program = Eager(build(), False)
-            self.programs[structure, is_eager] = program
-        outputs = program(Tensor(1.0, ms.float32), *rows.tensors)
-        weight = rows.weight
-        if self.network.weighted:
-            weight = float(outputs[1].asnumpy())
-        return Loss(float(outputs[0].asnumpy()), weight)
-
-    def total(self, loss: Loss) -> float:
-        """Return what losses of parts add up to."""
-        if self.network.weighted:
-            return loss.value
-        return loss.value * loss.weight
-
-    def error(self, both: Loss, a: Loss, b: Loss) -> float:
-        """Return how far the losses of two micro batches are from that of both: their sums, and their weights."""
-        if not math.isfinite(a.value + b.value):
-            return math.inf
-        whole, first, second = map(self.total, (both, a, b))
-        of_totals = relative(whole - first - second, whole, first, second)
-        of_weights = relative(both.weight - a.weight - b.weight, both.weight, a.weight, b.weight)
-        return max(of_totals, of_weights)
+    def cell(self, structure: Hashable) -> nn.Cell:
+        """Return the forward pass for inputs of a structure."""
+        loss = self.network.loss_of(structure)
+        loss.phase = "predict"
+        return loss
 
     def rounding(self, *losses: Loss) -> float:
         """Return the relative difference that rounding explains."""
@@ -117,11 +97,26 @@ class Passes:
         self.state.put_back()
         self.prepare()
 
+    def draws(self, structure: Hashable) -> bool:
+        """Return whether the compiled forward pass draws random numbers, which a seed does not bring back."""
+        return any(map(draws_random_numbers, self.losses.programs[structure].graphs.values()))
+
     def loss(self, rows: Rows, seed: int | None = 0) -> Loss:
         """Return the loss of rows, with the random numbers of this seed, or with further ones."""
         if seed is not None:
             self.state.put_back_random(seed)
-        return self.losses.run(rows, self.is_eager, self.has_evaluated)
+        if self.is_eager:
+            return self.losses.of(rows, Eager(self.losses.cell(rows.structure), False)(ONE, *rows.tensors))
+        axes = (None, *rows.axes) if self.has_evaluated else None
+        return self.losses.of(rows, self.losses.program(rows.structure, axes)(ONE, *rows.tensors))
+
+
+def error_of(both: Loss, a: Loss, b: Loss) -> float:
+    """Return how far the losses of two micro batches are from that of both: their totals, and their weights."""
+    if not math.isfinite(a.value + b.value):
+        return math.inf
+    of_weights = relative(both.weight - a.weight - b.weight, both.weight, a.weight, b.weight)
+    return max(of_weights, relative(both.total - a.total - b.total, both.total, a.total, b.total))
 
 
 def relative(difference: float, *values: float) -> float:

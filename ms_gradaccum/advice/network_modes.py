@@ -15,7 +15,7 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, BATCH_NORMS) and acts_otherwise_in_training(cell)]
-    if norms and (adds_batches or network.micro_size > 1):
+    if norms and (adds_batches or network.splits):
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, which trains differently "
             f"from the whole batch. Use GroupNorm, or freeze its statistics with {FREEZE}."
@@ -25,8 +25,8 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     idle = next((cell for cell in cells if _needs_training_mode(cell)), None)
     if idle is not None:
         warn(
-            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} does not do what it does "
-            f"in training. Call set_train() of the training step or of the network before the first batch."
+            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} behaves differently. "
+            f"Call set_train() of the training step or of the network before the first batch."
         )
 
 
@@ -57,7 +57,7 @@ def frozen_cell(network: nn.Cell) -> str:
 def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:
     """Warn of code in the backward pass that gets a different gradient than in MindSpore's step."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
-    if hooked is not None and (network.micro_size > 1 or adds_batches):
+    if hooked is not None and (network.splits or adds_batches):
         warn(
             f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
             f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "
@@ -66,6 +66,6 @@ def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Para
     if adds_batches and NetworkCode(network.network).has_own_backward():
         warn(
             f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
-            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "
-            f"Else give whole batches to GradAccumulation, which splits them."
+            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the "
+            f"window. Otherwise give whole batches to GradAccumulation, which splits them."
         )

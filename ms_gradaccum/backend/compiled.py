@@ -45,8 +45,8 @@ _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 class Compiled:
     """Call a cell as a compiled graph, in PYNATIVE mode too.
 
-    A graph is for fixed shapes. After some shapes, one graph with dynamic shapes follows, from another cell of
-    ``make_cell``: never with ``needs_fixed``, at once for ``open_axes`` (one per input). Errors name ``owner``,
+    A graph is for fixed shapes. After ``most_fixed`` of them, one graph with dynamic shapes follows, from another cell
+    of ``make_cell``: never with ``needs_fixed``, at once for ``open_axes`` (one per input). Errors name ``owner``,
     ``what``, and lines of the user's ``code``, whose hooks are refused.
     """
 
@@ -57,11 +57,13 @@ class Compiled:
         what: str,
         code: nn.Cell | None = None,
         needs_fixed: bool = False,
+        most_fixed: int = MAX_FIXED_SHAPES,
         open_axes: Sequence[int | None] | None = None,
     ) -> None:
         self.make_cell = make_cell
         self.code = UserCode(owner, what, code)
         self.open_axes = open_axes
+        self.most_fixed = most_fixed
         # True for an operator that takes only fixed shapes. Set when the first graph for dynamic shapes has failed.
         self.needs_fixed = needs_fixed
         # True if the last call has started to run a graph. It may have changed parameters even if it failed.
@@ -101,7 +103,7 @@ class Compiled:
             try:
                 cell, name = self._compiled_for(tensors, shapes)
             except Exception as error:
-                raise self.code.compile_error(error) from error
+                self.code.raise_compile_error(error)
         self.has_run = True
         try:
             with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():
@@ -124,7 +126,7 @@ class Compiled:
         if shapes in self.fixed:
             return self.cell, self._compile(self.cell, tensors, shapes)
         general = _joined(self.general, shapes) if self.general else _opened(shapes, self.open_axes)
-        is_due = (len(self.fixed) >= MAX_FIXED_SHAPES or self.open_axes is not None) and not self.needs_fixed
+        is_due = (len(self.fixed) >= self.most_fixed or self.open_axes is not None) and not self.needs_fixed
         if self.general_cell is None or general != self.general:
             self.general_cell = self._general_cell_for(tensors, general) if is_due else None
         if self.general_cell is not None:

@@ -6,7 +6,6 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType, ModuleType
 
 from mindspore import Tensor, nn, ops
@@ -32,9 +31,7 @@ _versions = itertools.count(1)
 class NetworkCode:
     """The objects reachable from a network or an optimizer, and the names and strings in the user's functions there."""
 
-    def __init__(self, network: object, libraries: Iterable[str] = ()) -> None:
-        """``libraries``: the modules of further libraries, whose code is not looked at."""
-        self.libraries = _LIBRARIES.union(each.split(".")[0] for each in libraries)
+    def __init__(self, network: object) -> None:
         self.names: set[str] = set()
         # The global variables that functions assign: the namespace of the module, and the name.
         self.assigned: list[tuple[dict[str, object], str]] = []
@@ -54,16 +51,16 @@ class NetworkCode:
         """Return the objects that a value refers to. The garbage collector finds them without running user code."""
         if is_a(value, FunctionType):
             inputs: list[object] = [value.__closure__, value.__defaults__, value.__kwdefaults__]
-            if self._is_user(value):
+            if is_user(value):
                 inputs += self._named_by(value.__code__, value.__globals__)
             return inputs
         if is_a(value, type):
             members: list[object] = []
-            for kind in filter(self._is_user, value.__mro__):
+            for kind in filter(is_user, value.__mro__):
                 members += [each for name, each in vars(kind).items() if name != "__init__"]
             return members
         kind = type(value)
-        is_open = is_a(value, nn.Cell) or self._is_user(kind) or kind.__module__ in _HOLDERS
+        is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
         if not is_open or is_a(value, ModuleType):
             return ()
         return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)]
@@ -80,12 +77,9 @@ class NetworkCode:
                 yield from self._named_by(each.argval, known)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = known.get(each.argval)
-            elif is_a(value, ModuleType) and self._is_user(value) and isinstance(each.argval, str):
+            elif is_a(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
                 value = vars(value).get(each.argval)
             yield value
-
-    def _is_user(self, value: object) -> bool:
-        return is_user(value, self.libraries)
 
     def reductions(self) -> list[str]:
         """Return the names of operators and functions that reduce over processes."""
@@ -146,7 +140,7 @@ def _has_own_backward(value: object) -> bool:
     return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
 
 
-def is_user(value: object, libraries: AbstractSet[str] = _LIBRARIES) -> bool:
+def is_user(value: object) -> bool:
     """Return whether a class, a function or a module is user code and not from a library."""
     name = vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
-    return str(name).split(".")[0] not in libraries
+    return str(name).split(".")[0] not in _LIBRARIES

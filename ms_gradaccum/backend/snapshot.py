@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,24 +38,27 @@ class SnapshotTensors:
             if copied(each):
                 self.values[i] = as_array(each).copy()
 
-    def changed(self) -> list[int]:
-        """Return the indices of the tensors that have changed."""
-        return [i for i, each in enumerate(self.tensors) if _fingerprint(as_array(each)) != self.marks[i]]
+    def changed(self, but: AbstractSet[int] = frozenset()) -> list[int]:
+        """Return the indices of the tensors that have changed, except for those with these identities."""
+        found = []
+        for i, each in enumerate(self.tensors):
+            if id(each) not in but and _fingerprint(as_array(each)) != self.marks[i]:
+                found.append(i)
+        return found
 
-    def put_back(self) -> None:
-        """Restore the values of all tensors. Raise if a changed tensor has no copy."""
+    def name_of(self, i: int) -> str:
+        return repr(getattr(self.tensors[i], "name", "a tensor"))
+
+    def put_back(self, but: AbstractSet[int] = frozenset()) -> None:
+        """Restore the values of all tensors except for these. Raise if a changed tensor has no copy."""
         lost = []
-        for i in self.changed():
+        for i in self.changed(but):
             if i in self.values:
-                self.put_back_one(i)
+                assign_in_place(self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype))
             else:
-                lost.append(repr(getattr(self.tensors[i], "name", "a tensor")))
+                lost.append(self.name_of(i))
         if lost:
             raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
-
-    def put_back_one(self, i: int) -> None:
-        """Restore a tensor that has a copy."""
-        assign_in_place(self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype))
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:
@@ -118,26 +122,23 @@ class Snapshot:
         for cell in self.cells:
             vars(cell).update(dict.fromkeys(_HOOKS))
 
-    def changed_names(self) -> list[str]:
-        """Return the names of what has changed, apart from tensors: attributes, containers, variables of the user."""
-        cells: dict[int, nn.Cell] = {}
-        internal: set[int] = set()  # Containers of MindSpore's own, such as the graphs that a cell has compiled.
-        for cell in self.cells:
-            attributes = vars(cell)
-            cells[id(attributes)] = cell
-            internal |= {id(attributes[name]) for name in _OF_CELLS if name in attributes}
-        names = []
+    def changed_names(self, but: AbstractSet[int] = frozenset()) -> list[str]:
+        """Return the names of what has changed, except for these tensors."""
+        names = list(map(self.tensors.name_of, self.tensors.changed(but)))
         for known, name, value in self.globals:
             if known.get(name, _MISSING) is not value:
                 names.append(repr(name))
+        kinds = {id(vars(cell)): type(cell) for cell in self.cells}
+        for cell in self.cells:  # Containers of MindSpore's own, such as the graphs that a cell has compiled.
+            kinds |= {id(value): nn.Cell for name, value in vars(cell).items() if name in _OF_CELLS}
         for holder, content in self.contents:
-            kind = type(cells.get(id(holder)))
-            if is_user(kind):
+            kind = kinds.get(id(holder))
+            if kind is None and differs(holder, content):
+                names.append("an object")
+            elif kind is not None and is_user(kind):
                 for name in sorted((holder.keys() | content.keys()) - _OF_CELLS):
                     if holder.get(name, _MISSING) is not content.get(name, _MISSING):
                         names.append(f"'{kind.__name__}.{name}'")
-            elif id(holder) not in cells.keys() | internal and differs(holder, content):
-                names.append("an object")
         return names
 
     def put_back_random(self, seed: int | None = None) -> None:
@@ -155,14 +156,10 @@ class Snapshot:
             random.random()
             np.random.random()
 
-    def put_back(self) -> None:
-        """Restore everything."""
-        self.tensors.put_back()
+    def put_back(self, but: AbstractSet[int] = frozenset()) -> None:
+        """Restore everything except for these tensors."""
+        self.tensors.put_back(but)
         self.put_back_random()
-        self.put_back_objects()
-
-    def put_back_objects(self) -> None:
-        """Restore all but tensors and the generators of the libraries."""
         for holder, content in self.contents:
             fill(holder, content)
         for names, name, value in self.globals:

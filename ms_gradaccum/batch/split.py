@@ -23,7 +23,8 @@ Bounds = tuple[tuple[int, int], ...]
 _OWNER = "GradAccumulation"
 _PAD = "Pad a list that has an item for each row to one tensor. "
 TENSORS = (Tensor, np.ndarray)
-_AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
+_AXIS_RULE = "an int, None or one of these per input"
+_AXIS_REMEDY = "Give {} one axis for all inputs, or one entry per input, None for one that is not split."
 
 
 class MicroBatch(NamedTuple):
@@ -38,6 +39,9 @@ class SplitBatch(NamedTuple):
 
     structure: SequenceOf
     micro_batches: list[MicroBatch]
+    # With `micro_tokens`: the places of the rows of each micro batch, and the length of a row with its padding.
+    places: Sequence[Sequence[int]] = ()
+    longest: int = 0
 
 
 class Item(NamedTuple):
@@ -97,8 +101,8 @@ class Flattened:
 def _refuse(value: object, place: str) -> None:
     if isinstance(value, (CSRTensor, COOTensor)):
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give "
-            f"it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Convert "
+            f"it with to_dense(), and give batch_axis None for it if it is not split; or give its parts one by one."
         )
     if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
         raise TypeError(
@@ -112,35 +116,39 @@ def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return Tensor(array)
     except TypeError:
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
-            f"{array.dtype}. Convert it, for example with astype(np.float32)."
+            f"For '{_OWNER}', the inputs must be tensors or numeric arrays, but got an array of {array.dtype}. "
+            f"Convert it, for example with astype(np.float32)."
         ) from None
 
 
-def check_batch_axis(axis: object) -> BatchAxis:
-    """Return ``axis`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
+def check_axes(name: str, axis: object) -> BatchAxis:
+    """Return the argument ``name`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
     try:
-        return _checked_axis(axis)
+        return _checked_axis(name, axis)
     except RecursionError:
-        raise ValueError(_axis_error("an int, None or one of these per input", "a list that contains itself")) from None
+        raise ValueError(_axis_error(_AXIS_RULE, "a list that contains itself", name)) from None
 
 
-def _checked_axis(axis: object) -> BatchAxis:
+def check_batch_axis(axis: object) -> BatchAxis:
+    return check_axes("batch_axis", axis)
+
+
+def _checked_axis(name: str, axis: object) -> BatchAxis:
     if isinstance(axis, (tuple, list)):
-        return tuple(_checked_axis(item) for item in axis)
+        return tuple(_checked_axis(name, item) for item in axis)
     if isinstance(axis, dict):
-        return {key: _checked_axis(item) for key, item in axis.items()}
+        return {key: _checked_axis(name, item) for key, item in axis.items()}
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-        raise TypeError(_axis_error("an int, None or one of these per input", typed(axis)))
+        raise TypeError(_axis_error(_AXIS_RULE, typed(axis), name))
     return axis
 
 
-def _axis_error(rule: str, got: object) -> str:
-    return argument_error(_OWNER, "batch_axis", rule, got, _AXIS_REMEDY)
+def _axis_error(rule: str, got: object, name: str = "batch_axis") -> str:
+    return argument_error(_OWNER, name, rule, got, _AXIS_REMEDY.format(name))
 
 
-def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
-    """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one."""
+def flattened(inputs: tuple[object, ...], batch_axis: BatchAxis) -> tuple[Flattened, int]:
+    """Return the inputs of a batch as tensors and a structure, and its number of rows."""
     try:
         batch = Flattened(inputs, batch_axis)
     except RecursionError:
@@ -150,13 +158,18 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
         ) from None
     if not batch.leaves:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
-        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
+        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) converts an object like a dict."
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
-    bounds = split_rows(count_rows(batch.leaves), micro_size)
+    return batch, count_rows(batch.leaves)
+
+
+def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
+    """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one."""
+    batch, rows = flattened(inputs, batch_axis)
+    bounds = split_rows(rows, micro_size)
     if len(bounds) == 1:
-        rows = bounds[0][1]
         return SplitBatch(batch.structure, [MicroBatch(rows, batch.tensors)])
-    _refuse_mappings(batch.others)
+    refuse_mappings(batch.others)
     columns = [cut(leaf.value, leaf.axis, bounds) for leaf in batch.leaves]
     micro_batches = []
     for (begin, end), tensors in zip(bounds, zip(*columns)):
@@ -191,10 +204,10 @@ def count_rows(items: Iterable[Item]) -> int:
             continue
         if not -len(item.shape) <= item.axis < len(item.shape):
             got = f"{item.axis} for {item.place} of shape {item.shape}"
-            raise ValueError(_axis_error("an axis of each input that is split", got))
+            raise ValueError(_axis_error("an axis that each split input has", got))
         length = item.shape[item.axis]
         if rows not in (-1, length):
-            remedy = _AXIS_REMEDY
+            remedy = _AXIS_REMEDY.format("batch_axis")
             if item.in_list:
                 remedy = _PAD + remedy
             raise ValueError(
@@ -205,7 +218,8 @@ def count_rows(items: Iterable[Item]) -> int:
         place = item.place
     if rows == -1:
         raise ValueError(
-            f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
+            f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. "
+            f"{_AXIS_REMEDY.format('batch_axis')}"
         )
     if rows == 0:
         raise ValueError(
@@ -215,17 +229,17 @@ def count_rows(items: Iterable[Item]) -> int:
     return rows
 
 
-def _refuse_mappings(items: Iterable[Item]) -> None:
+def refuse_mappings(items: Iterable[Item]) -> None:
     """Raise for a mapping that is not a dict: its tensors would go whole into each micro batch."""
     for item in items:
         if not isinstance(item.value, Mapping) or isinstance(item.value, dict):
             continue
         inside = Flattened((dict(item.value),))
-        _refuse_mappings(inside.others)
+        refuse_mappings(inside.others)
         if inside.leaves:
             raise TypeError(
                 f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got a "
-                f"{type(item.value).__name__}, whose tensors nobody would split. Give dict(batch)."
+                f"{type(item.value).__name__}, which would not be split. Give dict(batch)."
             )
 
 
@@ -237,7 +251,7 @@ def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ..
     missing = len(items) - len(axis)
     if missing < 0 or any(isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]):
         got = f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}"
-        raise ValueError(_axis_error(f"as long as the {len(items)} inputs", got))
+        raise ValueError(_axis_error(f"a sequence with an entry for each of the {len(items)} inputs", got))
     return axis + (None,) * missing
 
 

@@ -46,6 +46,10 @@ class NoLossScale(nn.Cell):
         """Return the scale of the open window, a float32 scalar."""
         return Tensor(1.0, ms.float32)
 
+    def get_loss_scale(self) -> float:
+        """Return the scale of the open window as a number. The name is that of MindSpore's loss scales."""
+        return float(self.value().asnumpy())
+
     def unscaled(self, factor: Tensor) -> Tensor:
         """Return ``factor`` divided by the scale."""
         return factor
@@ -148,8 +152,8 @@ def _scale_of(chooser: Any) -> float:
 @primexpr
 def _refuse_in_graph(kind: str) -> None:
     raise ValueError(
-        f"For 'MixedPrecision', the loss scale inside a larger graph must be one that can be compiled, but got a "
-        f"{kind}. Give a MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
+        f"For 'MixedPrecision', the loss scale inside a larger graph must be compilable, but got a {kind}. Give a "
+        f"MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
     )
 
 

@@ -68,7 +68,7 @@ class AccumulatedStep(TrainOneStepCell):
             compiler partitions the step (semi-auto-parallel).
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class AccumulatedStep(TrainOneStepCell):
         _check_settings(settings, is_legacy)
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
-        check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
+        check_bool(
+            _OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, weight)."
+        )
         clip = None
         if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
             clip = ClipByGlobalNorm(max_grad_norm)
@@ -118,7 +120,7 @@ def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         raise ValueError(
             f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, but got "
-            f"semi-auto-parallel. MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
+            f"semi-auto-parallel. There MFTrainOneStepCell accumulates by itself: use gradient_accumulation_steps."
         )
     unused = set(_UNUSED)
     if is_legacy:

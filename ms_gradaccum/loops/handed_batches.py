@@ -12,7 +12,6 @@ from typing import TypeAlias
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum._checks import warn
 from ms_gradaccum.loops.data_position import Sources
 
 TensorOrArray: TypeAlias = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -185,13 +184,7 @@ class ActivePasses:
         others = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
         self._recent = [*others[-7:], handed]
         is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
-        if is_inside and not handed.restarts:
-            handed.restarts = True
-            warn(
-                "For 'Accumulator', a prepared dataset that is trained together with another one has begun anew before "
-                "the end of that one, but its last batch has ended a window. Prepare only the data whose end ends the "
-                "loop."
-            )
+        handed.restarts = handed.restarts or is_inside
         return is_inside
 
     def hand_out(self, batch: Handed) -> None:

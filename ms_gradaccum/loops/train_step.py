@@ -115,6 +115,8 @@ class HostDrivenStep(Step):
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
+        if network.token_limit is not None:
+            agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
         self.driver = WindowDriver(_OWNER, [self.window], self.events)
@@ -278,7 +280,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         RuntimeError: If it is called after another step was built with its optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -313,6 +315,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
+        self.network.set_grad(False)  # Its `construct` only evaluates.
         if isinstance(kind, SemiAuto):
             self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
             # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
@@ -340,6 +343,11 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         """The loss scale of the open window, with the name from MindSpore's step with a loss scale."""
         scale: Tensor = self.body.loss_scale.value()
         return scale
+
+    @property
+    def loss_scaling_manager(self) -> nn.Cell:
+        """The loss scale, with the name of MindSpore's step. Callbacks of model zoos call its ``get_loss_scale()``."""
+        return self.body.loss_scale
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. No other method does so."""

@@ -23,7 +23,8 @@ from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.saved_shards import stand_in
 
 _HSDP = "HSDP"
-# Names in an optimizer's code which show that it combines several elements.
+# Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
+# zoos put into subclasses of Adam and AdamWeightDecay.
 _WHOLE = frozenset(
     "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm L2Loss L2Normalize "
     "sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm svd qr".split()
@@ -167,7 +168,7 @@ def check_shardable(optimizer: nn.Cell) -> None:
     problem = f"has {type(last).__name__} inside" if outer else ""
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         problem = "looks at whole parameters"
-    rule = "one that works element by element"
+    rule = "an optimizer that works element by element"
     require(not problem, _HSDP, "optimizer", rule, f"{name}, which {problem}", remedy)
     known = {id(item) for value in _matching(optimizer) for item in value}
     for _, cell in optimizer.cells_and_names():
@@ -176,8 +177,8 @@ def check_shardable(optimizer: nn.Cell) -> None:
     for item in all_parameters(optimizer):
         if id(item) not in known and item.size > 1:
             raise ValueError(
-                f"For 'HSDP', the argument 'optimizer' must be one whose state has its parameters' shapes, but got "
-                f"{name} with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
+                f"For 'HSDP', the argument 'optimizer' must have states of its parameters' shapes, but got {name} "
+                f"with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
             )
     whole = sorted(NetworkCode(optimizer).names & _WHOLE)
     if whole:

@@ -15,7 +15,6 @@ class BatchSums(nn.Cell):
         self.micro_size = network.micro_size
         self.batch_axis = network.batch_axis
         self.weighted_loss = network.loss_of()
-        self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would merge them.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
         # These mark the end of each micro batch. With `lazy_inline`, the forward pass is one function for all micro
@@ -59,7 +58,7 @@ def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: in
     if len(rows) != micro_size or count % micro_size != 0:
         raise ValueError(
             f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
-            f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
+            f"devices in semi-auto-parallel, but got {micro_size}. Choose another micro_size, or drop the last rows."
         )
     is_cut = [axis is not None and micro_size > 1 for axis in axes]
     bounds = [[_bound(shape, *part) if each else None for each, shape in zip(is_cut, shapes)] for part in rows]

@@ -30,7 +30,7 @@ from ms_gradaccum.static_graph.settings import check_step, compiling, gradient_i
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput, items_of
-from ms_gradaccum.training.window_end import MAX_OVERFLOWS, NO_END, broken_gradient, decide
+from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, unraised
 
 _NO_NORM = Tensor(0.0, ms.float32)
 
@@ -60,10 +60,11 @@ class PartitionedStep(Step):
         self.clip: Clip = settings.clip
         self.learning_rate = LearningRate(optimizer)
         self.progress = OptimizerProgress(optimizer)
-        self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
+        self.handed_scale = scale_for(optimizer, self.loss_scale)
         # Set when the step is called from Python, which can end a training. Inside a larger graph it stays False.
         self.is_called = False
-        self.is_unmeasured = settings.check_loss and network.micro_size > 1
+        self.unraised = unraised(settings.owner)
+        self.is_unmeasured = settings.check_loss and network.splits
         # The overflow and update flags of up to 100 last windows, which are read together and then cleared.
         self.last_flags: list[tuple[Tensor, Tensor]] = []
 
@@ -99,8 +100,8 @@ class PartitionedStep(Step):
     def join(self) -> StepOutput:
         """Raise: in semi-auto-parallel a batch belongs to all devices."""
         raise RuntimeError(
-            f"For '{self.events.owner}', each device must have as many batches as the others in semi-auto-parallel, "
-            f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
+            f"For '{self.events.owner}', all devices must have equally many batches in semi-auto-parallel, but got "
+            f"join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
@@ -142,7 +143,7 @@ class PartitionedStep(Step):
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:
-            warn_in_graph(NO_END)
+            warn_in_graph(self.unraised)
         # Assign zeros, because a product with 0 would keep NaN and Inf forever.
         report = ops.depend(report, map_tensors(_clear, ops.depend(self.accumulators, report)))
         report = ops.depend(report, self.loss_scale(updated, overflow, report))

@@ -25,6 +25,7 @@ from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
+from ms_gradaccum.batch.token_limit import Lengths, TokenLimit
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
 from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -36,16 +37,16 @@ _OWNER = "GradAccumulation"
 _OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
 _SPLIT_THEMSELVES = {
     **dict.fromkeys(_OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."),
-    "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
+    "PipelineCell": "Give the cell inside it; only MindSpore's own step trains pipelines.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
 _OTHER_STEP = (
-    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
-    "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
+    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: the gradient is right, but the "
+    "activations of all micro batches stay in memory. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
 )
 _LOSSES_REMEDY = (
-    "'sum' trains the sum of all losses that network returns, 'first' the first alone, and so does a tuple with the "
-    "names of the others."
+    "'sum' trains the sum of all losses, 'first' only the first; a tuple names the losses after the first, which is "
+    "trained alone."
 )
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
 _WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
@@ -99,11 +100,12 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     Raises:
         TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
             neither a bool nor a str, or `batch_axis` holds anything but ints and None.
-        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs have different numbers of rows
-            or none, or `network` returns something else than described.
+        ValueError: If `micro_size` is less than 1 or given with `micro_tokens`, `losses` is none of the above, inputs
+            have different numbers of rows or none, a row has more than `micro_tokens` tokens, or `network` returns
+            something else than described.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -126,8 +128,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        micro_size: int,
+        micro_size: int | None = None,
         *,
+        micro_tokens: int | None = None,
+        lengths: Lengths | None = None,
+        length_axis: BatchAxis = 1,
         weighted: Weighted = False,
         batch_axis: BatchAxis = 0,
         losses: Losses | None = None,
@@ -135,12 +140,21 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         refuse_unknown(_OWNER, GradAccumulation.__init__, unknown)
-        remedy = "Put what it does into the construct of network, the loss cell."
+        remedy = "Move its code into the construct() of the loss cell."
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
         self.network = network = check_cell(_OWNER, "network", network, remedy)
         _check_inside(network)
-        self.micro_size = check_micro_size(micro_size)
+        self._signature = inspect.signature(network.construct)
+        self.token_limit: TokenLimit | None = None
+        self.micro_size: int | None = None
+        if micro_tokens is None:
+            self.micro_size = check_micro_size(micro_size)
+            _check_without_tokens(lengths, length_axis)
+        else:
+            _check_without_size(micro_size, network)
+            self.token_limit = TokenLimit.checked(micro_tokens, lengths, length_axis, self.argument_names)
+            self._obeyed = {}
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
@@ -150,7 +164,6 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         # True if the loss is no sum over micro batches, so that each batch is prepared for them.
         self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.batch_axis = check_batch_axis(batch_axis)
-        self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
         self._is_built = True
@@ -176,14 +189,18 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
-        axis = self.batch_axis
-        if isinstance(axis, tuple) and len(axis) == 1:
-            axis = (*axis, 0)  # The rows of the label are on axis 0.
-        return self.around(nn.WithLossCell(self.network, loss_fn), axis)
+        other = self.around(nn.WithLossCell(self.network, loss_fn), _with_label(self.batch_axis, 0))
+        if self.token_limit is not None:
+            length_axis = _with_label(self.token_limit.length_axis, 1)
+            other.token_limit = self.token_limit._replace(length_axis=length_axis)
+        return other
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        other = type(self)(network, self.micro_size, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses)
+        settings: dict[str, Any] = {"micro_size": self.micro_size}
+        if self.token_limit is not None:
+            settings = self.token_limit._asdict()
+        other = type(self)(network, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses, **settings)
         other.owner = self.owner
         return other
 
@@ -193,6 +210,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         if place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL:
             return f"'{arguments[place].name}'"
         return f"input[{place}]"
+
+    @property
+    def splits(self) -> bool:
+        """True if a batch may have several micro batches."""
+        return self.micro_size != 1
 
     @property
     def argument_names(self) -> list[str]:
@@ -223,7 +245,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def split(self, *inputs: object) -> SplitBatch:
         """Return the micro batches of one batch, whose inputs are those of `positional`."""
-        batch = split_batch(inputs, self.micro_size, self.batch_axis)
+        if self.token_limit is not None:
+            batch = self.token_limit.split(inputs, self.batch_axis)
+        else:
+            assert self.micro_size is not None
+            batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
         return batch
 
@@ -233,7 +259,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
+                f"For '{_OWNER}', the inputs do not fit the network's construct{self._signature}: {error}. "
                 f"{how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
@@ -254,7 +280,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         return tuple(bound.args)
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
-        if self.training:
+        # MindSpore's step sets the second one, and ours takes it back.
+        if self.training or self.requires_grad:
             warn_in_graph(_OTHER_STEP)
         if self.needs_all_rows or not self.training:
             return self.network(*inputs)
@@ -271,6 +298,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.needs_all_rows:
             _refuse_in_graph("cached")
+        if self.micro_size is None:
+            _refuse_in_graph("tokens")
         shapes: tuple[object, ...] = ()
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
@@ -288,6 +317,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
                 part += (rows,)
             parts += (part,)
         return parts
+
+
+def _with_label(axes: BatchAxis, axis: int) -> BatchAxis:
+    """Return the axes of the only input of a network, followed by that of its label."""
+    if isinstance(axes, tuple) and len(axes) == 1:
+        return (*axes, axis)
+    return axes
 
 
 def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
@@ -319,9 +355,8 @@ def _check_inside(network: nn.Cell) -> None:
         for base in type(cell).__mro__:
             if base.__module__.startswith("mindspore.") and base.__name__ in _SPLIT_THEMSELVES:
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'network' must be a network that does not split its batches itself, "
-                    f"but got MindSpore's {name}, which returns the sum of the losses of its parts. "
-                    f"{_SPLIT_THEMSELVES[base.__name__]}"
+                    f"For '{_OWNER}', the argument 'network' must not split its batches itself, but got MindSpore's "
+                    f"{name}, which returns the sum of its parts' losses. {_SPLIT_THEMSELVES[base.__name__]}"
                 )
         if isinstance(cell, nn.TrainOneStepCell):
             raise ValueError(
@@ -334,16 +369,44 @@ def _check_inside(network: nn.Cell) -> None:
                 f"has the optimizer {name}. Give the loss cell inside it, and the optimizer to the step or the Model."
             )
         if isinstance(cell, GradAccumulation):
+            remedy = f"Put it outside: GradAccumulation({type(network).__name__}(...), {cell.micro_size})."
+            if cell is network:
+                remedy = "Use one, with the product of both micro_size."
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be a network without GradAccumulation, but got one "
-                f"inside. Use one, with the product of the two micro_size."
+                f"For '{_OWNER}', the argument 'network' must not contain GradAccumulation, but got one in "
+                f"{type(network).__name__}. {remedy}"
             )
         if isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss):
             raise ValueError(
                 f"For '{_OWNER}', the argument 'network' must be the {name} itself, but got {type(network).__name__} "
-                f"with one inside, whose loss would be that of each micro batch. Put what is around it into its "
-                f"backbone or its loss_fn."
+                f"around one, which would see each micro batch alone. Move the code around it into its backbone or "
+                f"its loss_fn."
             )
+
+
+def _check_without_tokens(lengths: object, length_axis: object) -> None:
+    """Raise for settings of `micro_tokens` without it."""
+    if lengths is None and length_axis == 1:
+        return
+    name = "length_axis" if lengths is None else "lengths"
+    raise ValueError(
+        f"For '{_OWNER}', the argument '{name}' must be left out without micro_tokens, but got a value. Give "
+        f"micro_tokens in place of micro_size."
+    )
+
+
+def _check_without_size(micro_size: object, network: nn.Cell) -> None:
+    """Raise for a number of micro batches, or a loss of all rows, together with `micro_tokens`."""
+    if micro_size is not None:
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'micro_size' must be left out with micro_tokens, but got {micro_size!r}. "
+            f"Give one of the two: micro_tokens determines the number of micro batches."
+        )
+    if isinstance(network, WholeBatchLoss):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'micro_tokens' must be left out for a {type(network).__name__}, whose rows "
+            f"keep their order, but got a value. Give micro_size."
+        )
 
 
 def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
@@ -359,7 +422,7 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
     if weighted and returned and weighted != returned:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, which the network says of itself, but got "
+            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, as the network itself declares, but got "
             f"{weighted!r}. Leave it out."
         )
     return weighted or returned
@@ -372,8 +435,8 @@ def _check_losses(losses: Any, weighted: Weighted) -> None:
         names = [name for name in losses if isinstance(name, str) and name]
         if not losses or len(set(names)) < len(losses):
             raise ValueError(
-                f"For '{_OWNER}', a tuple as 'losses' must have a name of its own for each scalar that 'network' "
-                f"returns after its loss, but got {losses!r}. For example losses=('cls', 'box')."
+                f"For '{_OWNER}', the argument 'losses' must have a different name for each scalar after the loss, "
+                f"but got {losses!r}. For example losses=('cls', 'box')."
             )
         return
     check_choice(_OWNER, "losses", losses, ("sum", "first"), _LOSSES_REMEDY)
@@ -388,10 +451,12 @@ _split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
-    "cached": "a GradCacheLoss must be trained by a step that is called from Python, but got one inside a larger "
-    "graph, as in data sink mode. Call the step from Python, with dataset_sink_mode=False.",
-    "open": "the inputs inside a larger graph must have known shapes, but got one whose lengths are open. Give "
-    "set_inputs() whole shapes, or call the training step from Python.",
+    "cached": "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the step from "
+    "Python, with dataset_sink_mode=False.",
+    "tokens": "micro_tokens cannot be used inside a larger graph, as in data sink mode. Call the step from Python, "
+    "with dataset_sink_mode=False.",
+    "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
+    "full shapes, or call the training step from Python.",
 }
 
 

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from mindspore import nn
 
 from ms_gradaccum.advice.advisor import SilentAdvisor
-from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.split import Flattened
-from ms_gradaccum.parallel.reduced import schedulers_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, check_states, digest, gather_states
 from ms_gradaccum.training.events import Events
@@ -24,30 +22,23 @@ class RankComparison:
     def __init__(
         self,
         owner: str,
-        network: nn.Cell,
         optimizers: Sequence[nn.Cell],
         reducers: Sequence[GradientReducer],
         events: Events,
         advisor: SilentAdvisor,
     ) -> None:
         self.owner = owner
-        self.network = network
         self.optimizers = optimizers
         self.reducers = reducers
         self.events = events
         self.advisor = advisor
 
-    def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
-        """Record the first batch or gradients of this rank, and its rows if it counts by them."""
+    def note_first(self, what: str, inputs: object) -> None:
+        """Record the first batch or gradients of this rank."""
         if self.first is not None:
             return
         tensors = Flattened((inputs,)).tensors
-        if not tensors:
-            self.first = NO_INPUT
-            return
-        reducing = schedulers_of(self.network)
-        code = NetworkCode(self.network.network, (type(each).__module__ for each in reducing))
-        self.first = FirstInput(what, digest(tensors), 0.0 if self.network.weighted else rows, code.reductions()[:1])
+        self.first = FirstInput(what, digest(tensors)) if tensors else NO_INPUT
 
     def end_window(self) -> None:
         """Compare in windows 1, 2, 4, 8 and so on."""

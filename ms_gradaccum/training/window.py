@@ -66,7 +66,7 @@ class Window:
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks: RankComparison | None = None
         if reducers[0].is_distributed:
-            self.ranks = RankComparison(self.owner, network, optimizers, reducers, events, self.advisor)
+            self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
         self._in_use = threading.Lock()
@@ -131,8 +131,8 @@ class Window:
         """Add one batch, maybe the last of its window. A ``weight`` of the caller takes the place of its rows."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
-                f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
-                f"under way. Hold a lock around each batch, or give each thread a step and a network of its own."
+                f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
+                f"batch, or give each thread its own step and network."
             )
         progress = BatchProgress()
         try:
@@ -143,7 +143,7 @@ class Window:
         finally:
             self._in_use.release()
         if self.ranks is not None:
-            self.ranks.note_first("batch", (args, kwargs), result.rows if weight is None else 0.0)
+            self.ranks.note_first("batch", (args, kwargs))
         return result
 
     def _end_failed(self, error: BaseException, progress: BatchProgress) -> None:
@@ -156,10 +156,10 @@ class Window:
         if self.can_continue_after(error):
             self.micro_steps.join(progress.rounds_left)
 
-    def note_first(self, what: str, inputs: object, rows: float = 0.0) -> None:
-        """With several ranks, record the first batch or gradients of this rank, and its rows if it counts by them."""
+    def note_first(self, what: str, inputs: object) -> None:
+        """With several ranks, record the first batch or gradients of this rank."""
         if self.ranks is not None:
-            self.ranks.note_first(what, inputs, rows)
+            self.ranks.note_first(what, inputs)
 
     def compare_ranks(self) -> None:
         """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""

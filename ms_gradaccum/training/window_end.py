@@ -23,10 +23,14 @@ from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. After 24 halvings, the largest loss scale in use is 1.
 MAX_OVERFLOWS = 100
-NO_END = (
-    f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but this "
-    f"device has no errors in a larger graph. Look at the outputs' `overflow`."
-)
+
+
+def unraised(owner: str) -> str:
+    """Return the warning of a graph that cannot raise the error of `broken_gradient`."""
+    return (
+        f"For '{owner}', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} windows in a row with "
+        f"an Inf or a NaN do not end the training. Watch the outputs' `overflow`."
+    )
 
 
 class WindowReduction(nn.Cell):
@@ -151,7 +155,7 @@ class WindowEnd(nn.Cell):
         loss_scale = settings.precision.loss_scale
         self.reduction = WindowReduction(settings.owner, optimizer, reducer, loss_scale)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(settings.owner, optimizer, loss_scale))
+        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -161,6 +165,7 @@ class WindowEnd(nn.Cell):
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         self.can_raise = graphs_can_raise()
         self.broken = broken_gradient(settings.owner)
+        self.unraised = unraised(settings.owner)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
@@ -188,7 +193,7 @@ class WindowEnd(nn.Cell):
                 if in_a_row >= MAX_OVERFLOWS:
                     raise RuntimeError(self.broken)
             else:
-                warn_in_graph(NO_END)
+                warn_in_graph(self.unraised)
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:
@@ -218,8 +223,8 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.reduction.owner}', the argument 'optimizer' must be one whose parameters stay the same, "
-                f"but got {count} where it had {known}. Build a new step after add_param_group()."
+                f"For '{self.reduction.owner}', the argument 'optimizer' must keep its {known} parameters, but got "
+                f"{count}. Build a new step after add_param_group()."
             )
         self.is_eager = runs_eagerly(self.updates.compiles)
         return self.reduction.run(self.is_eager)
@@ -327,8 +332,8 @@ class WindowEnds:
 
     def _warn_of_half_an_update(self, number: int) -> None:
         warn(
-            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed, but "
-            f"those before it have updated already, and the window is gone. Load a state from before it."
+            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed "
+            f"after those before it, and the window is lost. Load an earlier state."
         )
 
     def _skip(self) -> list[StepOutput]:
@@ -383,7 +388,7 @@ def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, 
 def broken_gradient(owner: str) -> str:
     """Return the error text for a training that makes no more updates."""
     return (
-        f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
-        f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
-        f"data and the loss, lower the learning rate, or use float32."
+        f"For '{owner}', the gradient was Inf or NaN in each of the last {MAX_OVERFLOWS} windows, and none of them "
+        f"made an update. The weights are those of the last update. Look for NaN in the data and the loss, lower the "
+        f"learning rate, or use float32."
     )

@@ -11,6 +11,7 @@ from tiers import some
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
+from ms_gradaccum.advice.rows import Rows
 
 NAME = "For 'GradAccumulation', the "
 
@@ -62,10 +63,9 @@ def test_compiled_they_are_found_as_well(name, monkeypatch):
     cell, inputs = build({**WRONG, **RIGHT}[name])
     network = GradAccumulation(cell.set_train(), PARTS)
     measurement = LossMeasurement(network, cell.trainable_params(), compiles=False, half=False)
-    structure, micro_batches = network.split(*inputs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        text = measurement.measure(inputs, micro_batches, structure)
+        text = measurement.measure(Rows.parts(network, inputs, network.split(*inputs)))
     assert not caught
     assert bool(text) == (name in WRONG)
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -203,30 +202,6 @@ def average():
             results[f"averages level{level}"] = [whole_weights(network), expected.tolist()]
 
 
-class OverAllRows(nn.Cell):
-    """A user's loss that communicates itself."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network, self.all_reduce = network, ops.AllReduce()
-
-    def construct(self, x, y):
-        rows = self.all_reduce(ops.ones_like(y[:, 0]).sum())
-        return ops.square(self.network(x) - y).mean(-1).sum() * size / rows
-
-
-def communicate():
-    """The warnings of a loss with uneven rows in which only hsdp communicates, and of one that does so itself."""
-    for name in ("mean", "over all rows"):
-        network = reduce_itself(build_layers(), **options_of(1, False))
-        cell = OverAllRows(network) if name == "over all rows" else nn.WithLossCell(network, nn.MSELoss())
-        accumulator = Accumulator(cell, OPTIMIZERS["Adam"](network.trainable_params()))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(network, accumulator, 1, 1)
-        results[f"warned {name}"] = [text for each in caught if "rows" in (text := str(each.message))]
-
-
 def error_of(work, *args, **kwargs):
     try:
         work(*args, **kwargs)
@@ -310,7 +285,6 @@ run_scenarios(
     count_messages,
     save_and_go_on,
     average,
-    communicate,
     be_refused,
 )
 report(rank, results)

@@ -91,6 +91,6 @@ def test_the_runner_fails_where_a_program_does(tmp_path, monkeypatch, capsys):
 
 def test_the_list_of_programs_is_what_the_help_names():
     said = subprocess.run([sys.executable, CLIENTS / "run.py", "--help"], capture_output=True, text=True, check=True)
-    assert "{mindformers,mindcv,mindone}" in said.stdout
+    assert "{mindformers,mindcv,mindone,mindocr,mindyolo,models}" in said.stdout
     # HyperParallel is no package: its program takes the folder of its source.
     assert {file.name for file in CLIENTS.glob("*_*.py")} - {"hyper_parallel_ranks.py"} == set(run.PROGRAMS.values())

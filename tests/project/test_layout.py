@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
 
 # A room imports only from itself and from those before it.
 ROOMS = ["_checks", "backend", "batch", "gradients", "parallel", "advice", "training"]
-ROOMS += ["static_graph", "loops", "checkpoint", "tools", "integrations", "contrastive", "__init__", "__main__"]
+ROOMS += ["static_graph", "loops", "checkpoint", "tools", "contrastive", "integrations", "__init__", "__main__"]
 
 
 def room_of(name):

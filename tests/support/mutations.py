@@ -296,8 +296,8 @@ for end in self.of_optimizers:
         "a loss that misses the mean of its parts is taken for rounding",
         "advice/loss_measurement.py",
         "LossMeasurement._of_joined",
-        "ERROR <= LOSSES.rounding(WHOLE, *PARTS)",
-        "ERROR <= 10",
+        "error_of(WHOLE, *PARTS) <= LOSSES.rounding(WHOLE, *PARTS)",
+        "error_of(WHOLE, *PARTS) <= 10",
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(

@@ -41,7 +41,7 @@ def run_and_break(function, faults, cell):
     for fault in faults:
         with quick_mindspore.eagerly():
             try:
-                outcome, _ = judge(run(function, fault, cell))
+                outcome = judge(run(function, fault, cell)).outcome
             except RanksDiffer:  # The ranks have found it themselves.
                 outcome = "failed"
         found = found._replace(what=f"{found.what}{IN_BUILD}{fault}: {outcome}")

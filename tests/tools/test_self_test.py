@@ -206,9 +206,10 @@ def test_wrong_arguments_are_one_sentence(arguments, capsys, monkeypatch, tmp_pa
 
 
 def test_a_difference_that_is_no_number_fails():
-    assert judge(Found(1e-7, 1e-6, "losses")) == ("passed", "1.0e-07 of 1.0e-06 (losses)")
+    assert judge(Found(1e-7, 1e-6, "losses")) == ("passed", "1.0e-07 of 1.0e-06 (losses)", 1e-7, 1e-6)
     for difference in (math.nan, math.inf, 2e-6):
-        assert judge(Found(difference, 1e-6, "losses"))[0] == "failed"
+        assert judge(Found(difference, 1e-6, "losses")).outcome == "failed"
+    assert judge(Found(math.nan, 1e-6, "losses")).difference is None
 
 
 def test_tolerances_follow_the_device_and_the_dtype():

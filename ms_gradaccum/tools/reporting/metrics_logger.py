@@ -45,7 +45,7 @@ class MetricsLogger(StepReporter, Callback):
         OSError: If `path` cannot be written.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
@@ -77,12 +77,9 @@ class MetricsLogger(StepReporter, Callback):
         super().__init__(train_step, every=every, weight_norm=weight_norm)
         self._epoch: dict[str, float] = {}
         self._update = 0
-        # Only rank 0 has them.
-        self._file: _JsonLines | None = None
-        self._log: Callable[[dict[str, float], int], object] | None = None
-        if current_world(_OWNER).rank == 0:
-            self._file = _JsonLines(path)
-            self._log = log
+        is_first = current_world(_OWNER).rank == 0
+        self._file = _JsonLines(path) if is_first else None
+        self._log = log if is_first else None
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it; None inside a window.
@@ -184,9 +181,10 @@ class _JsonLines:
 
 def _number(value: SupportsFloat) -> float | None:
     """Return a single number, or None for something else."""
-    if isinstance(value, int):
-        return value
     try:
-        return None if isinstance(value, str) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    if isinstance(value, str):
+        return None
+    return value if isinstance(value, int) else number

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore.communication import get_rank, init
@@ -26,6 +26,15 @@ _FORMAT = 2
 _OUTCOMES = ("passed", "skipped", "failed")
 
 Result = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """The outcome of a cell, in one of its processes or in all, and a line about it."""
+
+    outcome: str
+    said: str
+    difference: float | None = None
+    tolerance: float | None = None
 
 
 def self_test(
@@ -60,9 +69,9 @@ def self_test(
         begin = start
         for cell, outcome in _outcomes(planned, timeout, tell_cell, facts):
             result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
-            result |= {"processes": cell.size, **outcome, "seconds": _seconds_since(begin)}
+            result |= {"processes": cell.size, **outcome._asdict(), "seconds": _seconds_since(begin)}
             results.append(result)
-            show(f"{cell.title:72} {result['outcome']:8}{result['seconds']:6.1f} s  {result['said']}")
+            show(f"{cell.title:72} {outcome.outcome:8}{result['seconds']:6.1f} s  {outcome.said}")
             begin = time.monotonic()
     counts = {kind: sum(result["outcome"] == kind for result in results) for kind in _OUTCOMES}
     return {
@@ -88,7 +97,7 @@ def _seconds_since(start: float) -> float:
 
 def _outcomes(
     cells: Sequence[Cell], timeout: float, tell: Callable[[Cell], None], facts: Result
-) -> Iterator[tuple[Cell, Result]]:
+) -> Iterator[tuple[Cell, Outcome]]:
     """Yield the outcome of each cell. Cells in a row on as many processes share a job.
 
     A cell that raises, hangs or dies ends its job; the cells after it get another one.
@@ -98,7 +107,7 @@ def _outcomes(
         for cell in group:
             reason = _reason_to_skip(cell, facts)
             if reason:
-                yield cell, _result("skipped", reason)
+                yield cell, Outcome("skipped", reason)
             else:
                 waiting.append(cell)
         while waiting:
@@ -110,21 +119,21 @@ def _outcomes(
                     yield cell, outcome
 
 
-def _outcome_in(job: Job, timeout: float, tell: Callable[[], None], facts: Result) -> tuple[Result, bool]:
+def _outcome_in(job: Job, timeout: float, tell: Callable[[], None], facts: Result) -> tuple[Outcome, bool]:
     """Return the outcome of a job's next cell, and whether the job can run another one."""
     try:
         if job.received == 0:
             facts.update(job.wait(timeout, tell)[0])
         reports = job.wait(timeout, tell)
     except RankError as error:
-        return _result("failed", error.line), False
+        return Outcome("failed", error.line), False
     except TimeoutError as late:
         said = f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended"
-        return _result("failed", said), False
+        return Outcome("failed", said), False
     except EndedError:
         lines = job.last_words().split("\n")
-        return _result("failed", f"its process ended: {lines[-1] or 'it said nothing'}"), False
-    return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0)), True
+        return Outcome("failed", f"its process ended: {lines[-1] or 'it said nothing'}"), False
+    return max(reports, key=lambda each: (_OUTCOMES.index(each.outcome), each.difference or 0.0)), True
 
 
 def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
@@ -136,7 +145,7 @@ def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
     return ""
 
 
-def try_cells(cells: Sequence[Cell]) -> Iterator[Result]:
+def try_cells(cells: Sequence[Cell]) -> Iterator[Result | Outcome]:
     """Run cells in one of their processes. Yield the facts about the machine, then the outcome of each cell."""
     first = cells[0]
     if first.device != this_device():
@@ -150,28 +159,21 @@ def try_cells(cells: Sequence[Cell]) -> Iterator[Result]:
         yield try_cell(replace(cell, rank=rank))
 
 
-def try_cell(cell: Cell) -> Result:
+def try_cell(cell: Cell) -> Outcome:
     """Run a cell, and return its outcome."""
     try:
         with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
-            found = cell.function(cell)
+            return judge(cell.function(cell))
     except SkippedCell as why:
-        return _result("skipped", str(why))
-    return _result(*judge(found), found.difference, found.tolerance)
+        return Outcome("skipped", str(why))
 
 
-def _result(outcome: str, said: str, difference: float = math.nan, tolerance: float = math.nan) -> Result:
-    result: Result = {"outcome": outcome, "said": said, "difference": None, "tolerance": None}
+def judge(found: Found) -> Outcome:
+    """Return the outcome of a comparison, with a line about the difference."""
     # JSON has no Inf and no NaN.
-    for name, value in (("difference", difference), ("tolerance", tolerance)):
-        if math.isfinite(value):
-            result[name] = value
-    return result
-
-
-def judge(found: Found) -> tuple[str, str]:
-    """Return "passed" or "failed", and a line about the difference."""
+    numbers = [number if math.isfinite(number) else None for number in found[:2]]
     # Not '>' for "failed", because a NaN must fail.
     if found.difference <= found.tolerance:
-        return "passed", f"{found.difference:.1e} of {found.tolerance:.1e} ({found.what})"
-    return "failed", f"{found.what}: a difference of {found.difference:.1e}, and {found.tolerance:.1e} is rounding"
+        return Outcome("passed", f"{found.difference:.1e} of {found.tolerance:.1e} ({found.what})", *numbers)
+    said = f"{found.what}: a difference of {found.difference:.1e}, and {found.tolerance:.1e} is rounding"
+    return Outcome("failed", said, *numbers)

@@ -113,7 +113,7 @@ def values_of(network: nn.Cell) -> list[Array]:
 
 
 class Training:
-    """A network with the step that trains it in windows, and the losses and norms of its updates."""
+    """A network with the step that trains it in windows, and the loss and the norm of its last update, if known."""
 
     def __init__(
         self,
@@ -155,16 +155,16 @@ class Training:
     def note(self, output: Any) -> None:
         """Record the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
         norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
-        self.losses.append(float(output[0].asnumpy()))
-        self.norms.append(float(norm.asnumpy()))
+        self.losses = [float(output[0].asnumpy())]
+        self.norms = [float(norm.asnumpy())]
 
     def compared(self) -> Found:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
         network = perceptron()
         start = values_of(network)
-        losses, norms = self._train_whole(network)
+        loss, norm = self._train_whole(network)
         values = values_of(network)
-        whole = Run(losses, list(map(np.subtract, values, start)), norms=norms)
+        whole = Run([loss], list(map(np.subtract, values, start)), norms=[norm])
         changes = list(map(np.subtract, values_of(self.network), start))
         found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
         worst = max(found, key=lambda name: found[name])
@@ -176,23 +176,21 @@ class Training:
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / moved
         return Found(found[worst], allowed, worst)
 
-    def _train_whole(self, network: nn.Cell) -> tuple[list[float], list[float]]:
-        """Train a network with MindSpore's own step. Return the losses and norms of the updates that ours has made."""
+    def _train_whole(self, network: nn.Cell) -> tuple[float, float]:
+        """Train a network with MindSpore's own step. Return the loss and the norm of the second of two updates."""
         parameters = network.trainable_params()
         optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
         loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
-        losses = []
-        norms = []
         with op_by_op():
             whole = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
-            for first in (0, self.window):
-                batches = [self.batch(number, self.cell.rows) for number in range(first, first + self.window)]
-                joined = map(np.concatenate, zip(*batches))
-                loss_value, grads = whole.train(*map(Tensor, joined))
-                losses.append(loss_value)
-                norms.append(total_norm(grads))
-        own = slice(2 - len(self.losses), None)
-        return losses[own], norms[own]
+            whole.train(*self._joined(0))
+            loss, grads = whole.train(*self._joined(self.window))
+        return loss, total_norm(grads)
+
+    def _joined(self, first: int) -> list[Tensor]:
+        """Return the batches of a window as one."""
+        batches = [self.batch(number, self.cell.rows) for number in range(first, first + self.window)]
+        return [Tensor(np.concatenate(arrays)) for arrays in zip(*batches)]
 
 
 def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:

@@ -12,7 +12,6 @@ from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.snapshot import Array, Snapshot, as_array
 from ms_gradaccum.backend.training_cells import STATISTICS, evaluate, set_mode
-from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
 from ms_gradaccum.gradients.network_precision import computes_in_16_bits
@@ -69,7 +68,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.parameters = ParameterTuple(self.network.trainable_params())
-        self.split = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
+        self.split = self.network.split(*self.inputs)
         self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
@@ -105,4 +104,4 @@ class Experiment:
         """Return the sentence of training's measurement of the loss, or an empty string."""
         self.start.begin(self.frozen)
         measurement = LossMeasurement(self.network, self.parameters, self.compiles, self.start.is_16_bit)
-        return measurement.measure(self.inputs, self.split.micro_batches, self.split.structure)
+        return measurement.measure(Rows.parts(self.network, self.inputs, self.split))

@@ -1,0 +1,65 @@
+"""A process of `test_micro_tokens_of_ranks.py`: micro batches by tokens, in other numbers than on the other rank."""
+
+import os
+import sys
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore.communication import get_rank, init
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from micro_token_scenarios import LIMIT, LONG, RATE, START, rows_of  # noqa: E402
+
+from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TokenMeanLoss, TrainOneStepCell  # noqa: E402
+
+init()
+rank = get_rank()
+ms.set_context(mode=ms.PYNATIVE_MODE)
+os.environ["MS_JIT"] = "0"
+
+KINDS = {
+    "data parallel": DataParallel(),
+    "each micro batch": DataParallel(sync_each_batch=True),
+    "level1": HSDP(threshold=0),
+    "level2": HSDP(threshold=0, optimizer_level="level2"),
+}
+
+
+def labels_of(x, labels):
+    return labels != -100
+
+
+def build(kind):
+    network = nn.Dense(3, 4, Tensor(START), has_bias=False)
+    accumulation = GradAccumulation(TokenMeanLoss(network), micro_tokens=LIMIT, lengths=labels_of)
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    return network, TrainOneStepCell(accumulation, optimizer, parallel=kind, check_loss=False)
+
+
+def train(kind):
+    network, step = build(kind)
+    batch = [Tensor(each) for each in rows_of(rank)]
+    parts = len(step.network.split(*batch).micro_batches)
+    output = step(*batch)
+    return network.weight.asnumpy().tolist(), float(output.loss), float(output.weight), parts
+
+
+def refused(kind):
+    """A row that is too long on one rank: its error, and the window that all ranks discard."""
+    network, step = build(kind)
+    said = ""
+    output = None
+    try:
+        output = step(*[Tensor(each) for each in rows_of(rank, LONG)])
+    except ValueError as error:
+        said = str(error)
+    is_updated = output is not None and output.is_updated
+    after = step(*[Tensor(each) for each in rows_of(rank)])
+    return said, is_updated, network.weight.asnumpy().tolist(), float(after.weight)
+
+
+results = {name: train(kind) for name, kind in KINDS.items()}
+results |= {f"refused, {name}": refused(KINDS[name]) for name in ("data parallel", "level2")}
+report(rank, results)

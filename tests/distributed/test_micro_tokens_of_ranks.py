@@ -1,0 +1,36 @@
+"""Micro batches by tokens on ranks that have other numbers of them: one mean over the tokens of all ranks."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from micro_token_scenarios import LENGTHS, RATE, START, mean_of  # noqa: E402
+
+PART, SIZES = "micro_tokens_worker", (2,)
+
+
+@pytest.mark.parametrize("name", ["data parallel", "each micro batch", "level1", "level2"])
+def test_ranks_with_other_numbers_of_micro_batches_train_as_one_batch(name, two):
+    gradient, loss, tokens = mean_of([0, 1])
+    assert [report[name][3] for report in two] == [3, 5]
+    for report in two:
+        weights, its_loss, weight, _ = report[name]
+        np.testing.assert_allclose(weights, START - RATE * gradient, rtol=0, atol=1e-6)
+        assert its_loss == pytest.approx(loss, rel=1e-6)
+        assert weight == tokens == np.concatenate(LENGTHS).sum()
+    # The known wrong answer: each rank counts alike.
+    alike = np.mean([mean_of([rank])[0] for rank in range(2)], 0)
+    assert np.abs(alike - gradient).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["data parallel", "level2"])
+def test_a_row_that_is_too_long_on_one_rank_takes_no_other_rank_along(name, two):
+    gradient, _, tokens = mean_of([0, 1])
+    for rank, report in enumerate(two):
+        said, _, weights, weight = report[f"refused, {name}"]
+        assert ("must be at least the length of each row" in said) == (rank == 1)
+        assert weight == tokens
+    np.testing.assert_array_equal(two[0][f"refused, {name}"][2], two[1][f"refused, {name}"][2])
