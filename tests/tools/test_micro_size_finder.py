@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from memory_networks import grows, lacks_device_memory, nothing, raises_its_own, says_where_it_is, wide_in_rows
 from mindspore import nn
-from refusal import raises, refuses
+from refusal import refuses
 from shared_process import SharedJob
 from started_processes import start_another
 
@@ -129,7 +129,7 @@ LATE = "For 'find_micro_size', the argument 'timeout' must be more than what two
 def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, monkeypatch):
     monkeypatch.setattr(micro_size_finder, "Job", LostJob)
     monkeypatch.setattr(LostJob, "how", how)
-    with raises(error, sentence):
+    with refuses(error, sentence):
         find_micro_size(nothing, "1GiB", timeout=2)
 
 
