@@ -69,12 +69,6 @@ def test_a_limit_is_a_number_or_a_text(text, count):
             find_micro_size(nothing, text)
 
 
-LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
-BYTES = "a number of bytes"
-FUNCTION = "a function that a new process can import"
-PLACE = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
-NO_FILE = f"It is looked for at {Path('nofile.py').resolve()}."
-TEXT = "a function, 'file.py:function' or 'module:function'"
 PARTIAL = functools.partial(misbehaving, "nothing")
 
 
@@ -97,28 +91,28 @@ LAMBDA = as_lambda()
 
 
 @pytest.mark.parametrize(
-    "name, value, error, rule, got, remedy",
+    "name, value, error, got",
     [
-        ("memory_limit", "much", ValueError, BYTES, "'much'", LIMIT),
-        ("memory_limit", "0.1", ValueError, "a positive int", "0", LIMIT),
-        ("memory_limit", 2**63, ValueError, f"a positive int of at most {2**63 - 1}", 2**63, LIMIT),
-        ("build", 3, TypeError, FUNCTION, typed(3), PLACE),
-        ("build", LAMBDA, ValueError, FUNCTION, repr(LAMBDA), PLACE),
-        ("build", HIDDEN, ValueError, FUNCTION, repr(HIDDEN), PLACE),
-        ("build", PARTIAL, ValueError, FUNCTION, repr(PARTIAL), PLACE),
-        ("build", "train.py", ValueError, TEXT, "'train.py'", "For example 'train.py:build'."),
-        ("build", "nofile.py:build", ValueError, FUNCTION, "'nofile.py:build', whose file is not there", NO_FILE),
-        ("timeout", 0, ValueError, "a positive number", 0, "It is the time of one measurement, in seconds."),
-        ("report", 3, TypeError, "a function or None", typed(3), "For example report=print."),
+        ("memory_limit", "much", ValueError, "'much'"),
+        ("memory_limit", "0.1", ValueError, "0"),
+        ("memory_limit", 2**63, ValueError, 2**63),
+        ("build", 3, TypeError, typed(3)),
+        ("build", LAMBDA, ValueError, repr(LAMBDA)),
+        ("build", HIDDEN, ValueError, repr(HIDDEN)),
+        ("build", PARTIAL, ValueError, repr(PARTIAL)),
+        ("build", "train.py", ValueError, "'train.py'"),
+        ("build", "nofile.py:build", ValueError, "'nofile.py:build', whose file is not there"),
+        ("timeout", 0, ValueError, 0),
+        ("report", 3, TypeError, typed(3)),
     ],
     # Another address in each process makes another test of it.
     ids=lambda value: "" if " at 0x" in str(value) else None,
 )
-def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error, rule, got, remedy, monkeypatch):
+def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error, got, monkeypatch):
     # No process is started for it.
     monkeypatch.setattr(micro_size_finder, "measure", None)
     given = {"build": nothing, "memory_limit": "1GiB", name: value}
-    with refuses(error, f"'{name}'", rule, got, remedy):
+    with refuses(error, f"'{name}'", f"but got {got}."):
         find_micro_size(**given)
 
 
