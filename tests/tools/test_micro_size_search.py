@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
