@@ -4,10 +4,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
-from mindspore import nn
+from mindspore import Tensor, nn
 from step_probe import Around, tensors
 
-from ms_gradaccum import TrainOneStepCell
+from ms_gradaccum import Accumulator, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training import window_end
 
@@ -42,6 +42,20 @@ def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, mon
     assert (network.weight.asnumpy() == before).all() and before != 0
     # Another graph still runs.
     assert nn.Dense(1, 1)(right[0]).shape == (8, 1)
+
+
+def test_a_device_whose_graphs_raise_no_error_says_so_of_an_accumulator(mode):
+    network = nn.WithLossCell(line(), nn.MSELoss())
+    with built_for("GPU"):
+        accumulator = Accumulator(network, sgd(network), check_loss=False)
+
+    @ms.jit
+    def train(grad):
+        return accumulator((grad,), 1.0)
+
+    sentence = "For 'Accumulator', 100 windows in a row with an Inf or a NaN end a training, but a larger graph"
+    with pytest.warns(UserWarning, match=sentence):
+        train(Tensor([[1.0]]))
 
 
 def test_a_device_whose_graphs_raise_no_error_says_so(mode):
