@@ -26,6 +26,7 @@ State = dict[str, Any]  # The state of an object, as JSON.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_MOST_CHARACTERS = 100  # Of a value in a message: a list of batches has thousands of lines.
 # Path prefixes of code that is not the user's: this package, MindSpore, and the context managers around both.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 # The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
@@ -47,6 +48,9 @@ _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other i
 # The error of a collective operator, op by op or in a graph.
 _LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
+_LOSS_NAMES = {"loss", "loss_fn", "loss_func", "criterion"}
+# The remedy for a loss function in the place of another argument.
+LOSS_INSIDE = "A loss function goes into the network: nn.WithLossCell(network, loss_fn)."
 
 
 def argument_error(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
@@ -82,6 +86,10 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
                 hint += f" for {name}"
             meant.append(hint)
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
+    if not _LOSS_NAMES.isdisjoint(unknown):
+        remedy = LOSS_INSIDE
+    elif any(hint.startswith("micro_size") for hint in meant):
+        remedy += " It counts micro batches, not their rows."
     noun = "argument" if len(unknown) == 1 else "arguments"
     raise TypeError(f"For '{owner}', unexpected {noun} {', '.join(map(repr, unknown))}. {remedy}")
 
@@ -113,14 +121,14 @@ class NonCopyable:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"For '{type(self).__name__}', a training step must be built where it is used, but got a copy or a pickle "
-            f"of it. Build another one around a copy of the network, and go on with save_state() and load_state()."
+            f"For '{type(self).__name__}', a training step cannot be copied or pickled. Build another one around a "
+            f"copy of the network; save_state() and load_state() carry its state over."
         )
 
     def _refuse_hook(self, *hooks: object, **settings: object) -> NoReturn:
         raise TypeError(
-            f"For '{type(self).__name__}', a hook must be one of the network, which each micro batch calls, but got "
-            f"one of the training step. Register it on the loss cell, or write a callback."
+            f"For '{type(self).__name__}', a hook of a training step would never be called. Register it on the loss "
+            f"cell, or write a callback."
         )
 
     register_forward_pre_hook = register_forward_hook = _refuse_hook
@@ -144,8 +152,11 @@ def is_a(value: object, kinds: _Types[_T]) -> TypeGuard[_T]:
 
 
 def typed(value: object) -> str:
-    """Describe a value of the wrong type for an error message."""
-    return f"{value!r} of type {type(value).__name__}"
+    """Describe a value of the wrong type for an error message, in one line."""
+    text = repr(value)
+    if len(text) > _MOST_CHARACTERS:
+        text = " ".join(text[:_MOST_CHARACTERS].split()) + "..."
+    return f"{text} of type {type(value).__name__}"
 
 
 def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str) -> _T:
@@ -207,8 +218,8 @@ def check_loss(owner: str, value: object) -> float:
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
     raise TypeError(
-        f"For '{owner}', the argument 'loss' must be a number, a tensor of one or None, but got {got}. It is for the "
-        f"report alone."
+        f"For '{owner}', the argument 'loss' must be a number, a tensor of one element or None, but got {got}. It "
+        f"appears only in the report."
     )
 
 
@@ -216,10 +227,7 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
-        raise TypeError(
-            f"For '{owner}', the argument 'construct' must be that of {base.__name__}, but got that of {own.__name__}, "
-            f"which would never be called. {remedy}"
-        )
+        raise TypeError(f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}")
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
@@ -240,7 +248,7 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
         path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
         path = ""
-    require(path and "\0" not in path, owner, name, "a path that the system can have", repr(value), remedy)
+    require(path and "\0" not in path, owner, name, "a valid path", repr(value), remedy)
     return path
 
 
@@ -251,11 +259,15 @@ def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
 def check_accumulation_steps(owner: str, value: object) -> int:
     """Return ``value`` if it is a valid number of batches per update."""
     remedy = "It counts the batches of one update; 1 means an update per batch."
+    if isinstance(value, nn.Cell):
+        remedy = LOSS_INSIDE
     return check_positive_int(owner, "accumulation_steps", value, remedy)
 
 
 def check_micro_size(value: object) -> int:
     remedy = "It counts the micro batches of one batch; 1 means no split."
+    if isinstance(value, nn.Cell):
+        remedy = LOSS_INSIDE
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
@@ -312,8 +324,8 @@ def is_lost(owner: str, error: BaseException) -> bool:
     if lost and not f"{error}".startswith("For '"):
         error.args = (
             f"For '{owner}', a collective failed: the ranks made different calls, or one of them ended. Perhaps one "
-            f"has saved, stopped, flushed or evaluated alone, or has another number of batches (of micro batches, "
-            f"where the network communicates). See all logs.\n{error}",
+            f"rank saved, stopped, flushed or evaluated alone, or had another number of batches (of micro batches, if "
+            f"the network communicates). See the logs of all ranks.\n{error}",
         )
     return lost
 
@@ -334,14 +346,17 @@ def listed(names: Sequence[str], most: int) -> str:
 def warn_of_dropped(owner: str, batches: int) -> None:
     """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:
-        warn(f"For '{owner}', the batch failed in mid-window, which also drops {counted(batches, 'batch')} before it.")
+        warn(
+            f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
+            f"it. The next batch begins a new window."
+        )
 
 
 def warn_of_open(owner: str, batches: int, when: str) -> None:
     """Warn of an unfinished window."""
     warn(
-        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, but no update was made with it."
-        " Call flush() after the loop, or drop() to throw it away."
+        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update was made with "
+        f"it. Call flush() after the loop, or drop() to discard it."
     )
 
 
@@ -360,7 +375,7 @@ def is_flag(value: object) -> bool:
 
 def another_program(what: str) -> DamagedState:
     """Return the error for an intact state that does not fit this program."""
-    return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
+    return DamagedState(f"the state belongs to another network, optimizer or setting: it {what}")
 
 
 def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]) -> dict[str, Any]:
@@ -373,7 +388,7 @@ def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object],
 def check_saved_list(saved: object, what: str, length: int) -> list[Any]:
     """Return a list from a state. Raise unless it has as many items as this program."""
     if not isinstance(saved, list) or len(saved) != length:
-        raise another_program(f"has not {length} {what}")
+        raise another_program(f"does not have {length} {what}")
     return saved
 
 

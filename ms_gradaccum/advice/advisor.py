@@ -122,8 +122,8 @@ class SilentAdvisor:
         if not self.has_failed:
             self.has_failed = True
             warn(
-                f"For '{self.owner}', a check that only warns has failed, but the training goes on: "
-                f"{type(error).__name__}: {first_line(error)}"
+                f"For '{self.owner}', a check that only warns has failed with {type(error).__name__}: "
+                f"{first_line(error)} The training goes on without it; please report this error."
             )
 
 
@@ -199,7 +199,7 @@ class Advisor(SilentAdvisor):
         if num_structures == _MANY_STRUCTURES:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors."
+                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Pass changing values as tensors."
             )
 
     @_harmless

@@ -48,7 +48,7 @@ def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object,
     text = error.args[0] if error.args else None
     if not accumulation.splits or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
         return True
-    hint = _hint_of_split(accumulation, text, inputs)
+    hint = _hint_of_split(accumulation, f"{text}{error.__cause__}", inputs)
     if hint:
         first, _, rest = text.partition("\n")
         error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
@@ -61,8 +61,8 @@ def _hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]
         column = _column_of_row_numbers(item)
         if column is not None:
             return (
-                f"For '{_OWNER}', column {column} of {accumulation.name_of_input(i)} seems to count the rows of the "
-                f"batch, as numbers of images do: a micro batch has other rows. Number them in the loss cell, or use "
+                f"For '{_OWNER}', column {column} of {accumulation.name_of_input(i)} seems to number the rows of the "
+                f"batch, but a micro batch has only some of them. Number them in the loss cell, or use "
                 f"GradCacheLoss(network, loss, labels=1), whose loss sees the whole batch."
             )
     found = ambiguous_inputs(inputs, accumulation.batch_axis, "indices" in error)
@@ -118,8 +118,8 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
             is_whole = item.place.count("[") == 1
             name = accumulation.name_of_input(int(item.place[6:-1])) if is_whole else item.place
             warn(
-                f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}. "
-                f"Make it one, or else give batch_axis an entry per input, None for what goes whole."
+                f"For '{_OWNER}', the input {name} seems to have an item per row, but got {got}. Make it a tensor, "
+                f"or give batch_axis an entry per input, None for this one."
             )
             return True
     if isinstance(batch_axis, int):
@@ -158,18 +158,17 @@ def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts
     time_major = _time_major_cell(accumulation.network)
     if time_major and batch_axis == 0 and square:
         warn(
-            f"For '{_OWNER}', the rows must be on the axis that the network takes for them, on axis 1 for {time_major} "
-            f"with batch_first=False, but got {_described(accumulation, square, inputs)} cut along axis 0. Give "
-            f"batch_axis an entry per input, or build it with batch_first=True."
+            f"For '{_OWNER}', the rows must be on axis 1 for {time_major} with batch_first=False, but got "
+            f"{_described(accumulation, square, inputs)} cut along axis 0. Give batch_axis an entry per input, or "
+            f"build it with batch_first=True."
         )
         return
     # Single rows of a square matrix fit any shape.
     doubtful = [i for i in ambiguous_inputs(inputs, batch_axis) if inputs[i].shape == (rows, rows)]
     if parts == rows and doubtful:
         warn(
-            f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
-            f"got {_described(accumulation, doubtful, inputs)}. Give batch_axis an entry per input, None for a mask "
-            f"and what else is no batch."
+            f"For '{_OWNER}', inputs that are cut into single rows must be batches, but got perhaps a mask in "
+            f"{_described(accumulation, doubtful, inputs)}. Give batch_axis an entry per input, None for a mask."
         )
 
 

@@ -28,7 +28,7 @@ def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, err
 
     if takes(batch) and not takes(batch.take(range(size))):
         text = (
-            f"For '{_OWNER}', the network takes the {batch.size} rows of the batch, but not the {size} rows of a micro "
-            f"batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+            f"For '{_OWNER}', the network takes only the {batch.size} rows of the batch, but got the {size} rows of "
+            f"a micro batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
         )
         error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])

@@ -45,9 +45,9 @@ class GradientWatch:
         are_different = all(abs(a - b) > _OTHER * norm for a, b in itertools.combinations(totals, 2))
         if len(totals) == 3 and are_different and not _are_signs(arrays):
             warn(
-                f"For '{self.owner}', the gradients of a batch should be given as they are, but different ones have "
-                f"the norm {norm:.3g}, as if each was clipped. An update clips their mean: give the Accumulator "
-                f"clip=ClipByGlobalNorm({norm:.3g}) in place of your own clip."
+                f"For '{self.owner}', the gradients of a batch must not be clipped, but got different ones of the "
+                f"same norm {norm:.3g}. Give the Accumulator clip=ClipByGlobalNorm({norm:.3g}) in place of your own "
+                f"clip: it clips their mean."
             )
 
 

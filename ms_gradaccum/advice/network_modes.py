@@ -25,8 +25,8 @@ def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     idle = next((cell for cell in cells if _needs_training_mode(cell)), None)
     if idle is not None:
         warn(
-            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} does not do what it does "
-            f"in training. Call set_train() of the training step or of the network before the first batch."
+            f"For '{owner}', the network is in evaluation mode, in which its {idle.cls_name} behaves differently. "
+            f"Call set_train() of the training step or of the network before the first batch."
         )
 
 
@@ -66,6 +66,6 @@ def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Para
     if adds_batches and NetworkCode(network.network).has_own_backward():
         warn(
             f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
-            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "
-            f"Else give whole batches to GradAccumulation, which splits them."
+            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the "
+            f"window. Otherwise give whole batches to GradAccumulation, which splits them."
         )

@@ -19,9 +19,9 @@ def warn_of_inputs(owner: str, firsts: Sequence[FirstInput]) -> None:
     what = firsts[same[0]].kind
     hint = ""
     if what != "batch":
-        hint = " Leave a DistributedGradReducer out: they are added up over the ranks here."
+        hint = " Remove your DistributedGradReducer: the step reduces the gradients."
     warn(
         f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, whose "
         f"rows then count {len(same)} times.{hint} Give the dataset num_shards={len(firsts)} and shard_id=get_rank(), "
-        f"or leave rows of the others out in another way."
+        f"or let each rank read its own rows in another way."
     )

@@ -47,8 +47,8 @@ class SkippedWindows:
         self.has_warned_of_norm = True
         warn(
             f"For '{self.owner}', the norm {float(norm.asnumpy()):.3g} of a window is above skip_above={skip_above}: "
-            f"this window makes no update, and later windows like it are skipped without a warning. Count them by "
-            f"`skipped_updates`."
+            f"this window makes no update, and later windows like it are skipped without a warning. Their number is "
+            f"in `skipped_updates`."
         )
 
     def _why_not_finite(self, weight: float, scale: float) -> str:

@@ -68,16 +68,15 @@ class WindowWatch:
         self.is_on = self.windows < WATCHED_WINDOWS and not (rate_moved or self.moved)
         if rate_moved:
             warn(
-                f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
-                f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
-                f"true."
+                f"For '{self.owner}', the learning rate has changed inside a window, and the update uses only the "
+                f"last one. Move it once per update: accumulator.prepare(scheduler), or where updated is true."
             )
         if self.moved:
             warn(
                 f"For '{self.owner}', the gradient of this window mixes two models: the loop or another step has "
-                f"changed {listed(self.moved, 3)} in it. Change parameters only after an update; with several networks "
-                f"split whole batches, with GradAccumulation(network, micro_size), or take all gradients before the "
-                f"updates."
+                f"changed {listed(self.moved, 3)} inside it. Change parameters only after an update; with several "
+                f"networks split whole batches, with GradAccumulation(network, micro_size), or take all gradients "
+                f"before the updates."
             )
 
 

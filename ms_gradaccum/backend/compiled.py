@@ -103,7 +103,7 @@ class Compiled:
             try:
                 cell, name = self._compiled_for(tensors, shapes)
             except Exception as error:
-                raise self.code.compile_error(error) from error
+                self.code.raise_compile_error(error)
         self.has_run = True
         try:
             with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():

@@ -138,7 +138,7 @@ def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
     if VARIABLE in os.environ or not is_host():
         return
     if are_slow() and has_convolutions(network):
-        warn(f"For '{owner}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. {REMEDY}")
+        warn(f"For '{owner}', MindSpore's convolutions are 10 to 40 times slower than possible on this CPU. {REMEDY}")
 
 
 def has_convolutions(network: nn.Cell) -> bool:

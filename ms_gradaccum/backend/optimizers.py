@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, warn
+from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, argument_error, counted, is_a, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
@@ -29,25 +29,36 @@ _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = we
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
     if not isinstance(optimizer, OPTIMIZERS):
-        rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
-        raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
+        got = type(optimizer).__name__
+        remedy = _OWN_REMEDY
+        if isinstance(optimizer, type):
+            got = f"the class {optimizer.__name__}"
+            remedy = f"Build it: {optimizer.__name__}(network.trainable_params())."
+        elif isinstance(optimizer, nn.Cell):
+            remedy = LOSS_INSIDE
+        raise TypeError(
+            f"For '{owner}', the argument 'optimizer' must be an optimizer of mindspore.nn, mindspore.mint or "
+            f"mindspore.experimental, but got {got}. {remedy}"
+        )
     if getattr(optimizer, "thor", False):
-        got = "thor, which keeps statistics of the last forward pass"
-        remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
-        raise ValueError(argument_error(owner, "optimizer", "one that needs gradients only", got, remedy))
+        got = "thor, which needs statistics of the last forward pass"
+        remedy = "Choose another optimizer: the statistics of a micro batch are not those of the batch."
+        raise ValueError(argument_error(owner, "optimizer", "an optimizer that needs only gradients", got, remedy))
     known = {id(parameter) for parameter in network.get_parameters()}
     unknown = []
     for parameter in optimizer.parameters:
         if parameter.dtype in mstype.complex_type:
-            rule = "one over parameters of real numbers"
+            rule = "an optimizer of real parameters"
             got = f"{parameter.name!r} of {parameter.dtype}"
-            remedy = "Have two real parameters, and make the complex number of them in the network."
+            remedy = "Use two real parameters, and compute the complex number in the network."
             raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
         if id(parameter) not in known:
             unknown.append(parameter.name)
     if unknown:
-        got = f"{len(unknown)} parameters that it does not have, first {unknown[0]!r}"
-        raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+        got = f"{counted(len(unknown), 'other parameter')}, first {unknown[0]!r}"
+        raise ValueError(
+            argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY)
+        )
     _name_apart(optimizer, network)
 
 
@@ -122,9 +133,8 @@ def _warn_of_call(number: int) -> None:
     if window is not None:
         optimizer.claim_number = 0  # Warn only once.
         warn(
-            f"For '{window.owner}', its optimizer must be called by nobody else, but it was called directly, too: that "
-            f"is one more update, which no window knows of. Leave the call out, or delete the step if you go on "
-            f"without it."
+            f"For '{window.owner}', optimizer(...) was also called directly: an extra update outside the window. "
+            f"Remove that call, or delete the step if you continue without it."
         )
 
 
@@ -137,8 +147,8 @@ def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
         for optimizer in window.optimizers:
             if _windows[optimizer]() not in (None, window):
                 raise RuntimeError(
-                    f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
-                    f"belongs to a step that was built later. Use that one, or build this one anew."
+                    f"For '{owner}', the optimizer of this step now belongs to a step that was built later. Use that "
+                    f"step, or build this one again."
                 )
     claim_optimizers(windows)
 

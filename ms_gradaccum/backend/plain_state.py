@@ -63,7 +63,7 @@ def _as_json(value: object) -> Any:
 def _plan(item: object, saved: object, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
-        raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
+        raise DamagedState(f"{what} does not have the attributes {', '.join(own)} of a {type(item).__name__}")
     plans = (_plan_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name)) for name in own)
     return [step for plan in plans for step in plan]
 
@@ -85,7 +85,7 @@ def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], Non
     try:
         tensor = Tensor(saved, current.dtype)
     except (OverflowError, TypeError, ValueError, RuntimeError):
-        raise DamagedState(f"{what} is no tensor") from None
+        raise DamagedState(f"{what} is not a tensor") from None
     _check(tensor.shape == current.shape, what)
     return [partial(assign_in_place, current, tensor)]
 

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import NoReturn
 
 from mindspore import nn
 
@@ -10,6 +11,8 @@ from ms_gradaccum.backend.mindspore_private import registered_hooks
 
 # Patterns in compiler errors: an operator without a kernel on this device, and a line of code.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
+# A dtype that NumPy has by default, and few operators.
+_WIDE = re.compile(r"(int|float)64", re.IGNORECASE)
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # The class names that errors of this package during compilation begin with.
 _OWNERS = "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
@@ -32,15 +35,15 @@ class UserCode:
         names = [parameter.name for parameter in self.parameters if parameter.hooks()]
         names += [cell.cls_name for cell in self.cells if any(registered_hooks(cell))]
         if names:
-            rule = f"None where {self.what} has hooks"
-            got = f"True, and {names[0]} has a hook, which a graph would not call"
+            rule = "None for a network with hooks"
+            got = f"True and a hook of {names[0]}, which a graph would not call"
             raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
-    def compile_error(self, error: Exception) -> Exception:
-        """Return a compiler error whose first line names the user's line of code and a remedy."""
+    def raise_compile_error(self, error: Exception) -> NoReturn:
+        """Raise an error that names the user's line of code and a remedy, below the compiler's own error."""
         first = first_line(error)
         if first.startswith(_SENTENCES):
-            return type(error)(first)  # Without the compiler's call stack below it.
+            raise type(error)(first) from None  # Without the compiler's call stack.
         missing = _NO_KERNEL.search(str(error))
         other_selves = [place for place in map(_other_self, self.cells) if place]
         if missing is not None:
@@ -48,15 +51,17 @@ class UserCode:
             remedy = "Use another device, or operators that have a kernel on this one."
         elif other_selves:
             got = f"{other_selves[0]}."
-            remedy = "Call it 'self', the only name for it that the compiler knows."
+            remedy = "Rename it to 'self', the only name that the compiler accepts."
         else:
             got = self._place_of(str(error)) + first
             remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
+            wide = _WIDE.search(first)
+            if wide is not None:
+                remedy = f"Cast inputs in the dataset, for example with astype(np.{wide[1].lower()}32)."
         kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
-        return kind(
-            f"For '{self.owner}', MindSpore must be able to compile {self.what}, but got {got} No parameter was "
-            f"changed. {remedy}\n{error}"
-        )
+        raise kind(
+            f"For '{self.owner}', MindSpore cannot compile {self.what}: {got} No parameter was changed. {remedy}"
+        ) from error
 
     def _place_of(self, text: str) -> str:
         # The compiler lists the calls from the outermost to the innermost one.

@@ -6,7 +6,7 @@ from inspect import Signature
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import typed
 
 # The arguments of a network.
 Args = tuple[object, ...]
@@ -23,18 +23,21 @@ def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
         return tuple(batch), {}
     if isinstance(batch, (Tensor, np.ndarray)):
         return (batch,), {}
-    got = f"{batch!r} of type {type(batch).__name__}"
-    remedy = "Give the inputs of network in a tuple, or by name in a dict."
-    raise TypeError(argument_error(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+    raise TypeError(
+        f"For '{owner}', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got {typed(batch)}. "
+        f"Give the inputs of network in a tuple, or by name in a dict."
+    )
 
 
 def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
-    """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
+    """Return a remedy for inputs that a network does not take: ``given`` positional ones, and named ones."""
     wrong = [name for name in kwargs if name not in signature.parameters]
     free = []
     for argument in list(signature.parameters.values())[given:]:
         if argument.name not in kwargs and argument.kind == argument.POSITIONAL_OR_KEYWORD:
             free.append(argument.name)
+    if given > len(signature.parameters):
+        return "If its loss is missing, give nn.WithLossCell(network, loss_fn), or Model(network, loss_fn, optimizer)."
     if not wrong:
         return "Give them as the network takes them."
     if len(wrong) > len(free):

@@ -101,8 +101,8 @@ class Flattened:
 def _refuse(value: object, place: str) -> None:
     if isinstance(value, (CSRTensor, COOTensor)):
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give "
-            f"it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Convert "
+            f"it with to_dense(), and give batch_axis None for it if it is not split; or give its parts one by one."
         )
     if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
         raise TypeError(
@@ -116,8 +116,8 @@ def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return Tensor(array)
     except TypeError:
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
-            f"{array.dtype}. Convert it, for example with astype(np.float32)."
+            f"For '{_OWNER}', the inputs must be tensors or numeric arrays, but got an array of {array.dtype}. "
+            f"Convert it, for example with astype(np.float32)."
         ) from None
 
 
@@ -158,7 +158,7 @@ def flattened(inputs: tuple[object, ...], batch_axis: BatchAxis) -> tuple[Flatte
         ) from None
     if not batch.leaves:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
-        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
+        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) converts an object like a dict."
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
     return batch, count_rows(batch.leaves)
 
@@ -204,7 +204,7 @@ def count_rows(items: Iterable[Item]) -> int:
             continue
         if not -len(item.shape) <= item.axis < len(item.shape):
             got = f"{item.axis} for {item.place} of shape {item.shape}"
-            raise ValueError(_axis_error("an axis of each input that is split", got))
+            raise ValueError(_axis_error("an axis that each split input has", got))
         length = item.shape[item.axis]
         if rows not in (-1, length):
             remedy = _AXIS_REMEDY.format("batch_axis")
@@ -239,7 +239,7 @@ def refuse_mappings(items: Iterable[Item]) -> None:
         if inside.leaves:
             raise TypeError(
                 f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got a "
-                f"{type(item.value).__name__}, whose tensors nobody would split. Give dict(batch)."
+                f"{type(item.value).__name__}, which would not be split. Give dict(batch)."
             )
 
 
@@ -251,7 +251,7 @@ def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ..
     missing = len(items) - len(axis)
     if missing < 0 or any(isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]):
         got = f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}"
-        raise ValueError(_axis_error(f"as long as the {len(items)} inputs", got))
+        raise ValueError(_axis_error(f"a sequence with an entry for each of the {len(items)} inputs", got))
     return axis + (None,) * missing
 
 

@@ -25,8 +25,8 @@ from ms_gradaccum.batch.weighted_loss import first_of
 
 _OWNER = "TokenMeanLoss"
 _OWN_LOSS_REMEDY = (
-    "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
-    "mindformers with calculate_per_token_loss=True, and set weighted=True."
+    "A model that computes its own loss needs no TokenMeanLoss: let it return (loss_sum, tokens), in mindformers by "
+    "calculate_per_token_loss=True, and give GradAccumulation weighted=True."
 )
 # What a head may be.
 Head: TypeAlias = nn.Cell | Parameter | tuple[Parameter, Parameter]
@@ -86,7 +86,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         ValueError: If an argument is out of range, or the shapes of logits, head, labels and weights do not fit.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np
@@ -122,7 +122,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         needed = [each for each in signature.parameters.values() if each.default is each.empty]
         self.signature = f"construct{signature}"
         self.required = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed)
-        self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
+        self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding tokens.")
         if block_tokens is not None:
             check_positive_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
         label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
@@ -210,8 +210,8 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
     if isinstance(head, nn.Cell):
         if type(head) not in (nn.Dense, mint.nn.Linear) or getattr(head, "activation", None) is not None:
             raise TypeError(
-                f"For '{_OWNER}', a cell as 'head' must be an nn.Dense or a mint.nn.Linear without an activation, but "
-                f"got {type(head).__name__}. If it multiplies by the transposed weight, give head=(weight, bias)."
+                f"For '{_OWNER}', the argument 'head' must be an nn.Dense or a mint.nn.Linear without an activation, "
+                f"but got {type(head).__name__}. If it multiplies by the transposed weight, give head=(weight, bias)."
             )
         weight = head.weight
         bias = getattr(head, "bias", None)
@@ -226,8 +226,8 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
     if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(each.shape) for each in (weight, bias) if each is not None)
         raise ValueError(
-            f"For '{_OWNER}', the weight of 'head' must have the shape (classes, width), and its bias (classes,), but "
-            f"got {shapes}. Leave the loss without a head, and let the backbone return logits."
+            f"For '{_OWNER}', the argument 'head' must have a weight of shape (classes, width) and a bias of shape "
+            f"(classes,), but got {shapes}. Leave the loss without a head, and let the backbone return logits."
         )
     return weight, bias
 
@@ -246,8 +246,8 @@ def _product_dtype_of(head: object) -> ms.Type | None:
 @primexpr
 def _refuse_own_loss(signature: str, given: int) -> None:
     raise TypeError(
-        f"For '{_OWNER}', the backbone must take the inputs before the last one, which is the labels, but got "
-        f"{signature} for {given} of them. {_OWN_LOSS_REMEDY}"
+        f"For '{_OWNER}', the backbone must take all inputs except the labels, which come last, but got {signature} "
+        f"for {given} inputs. {_OWN_LOSS_REMEDY}"
     )
 
 
@@ -284,7 +284,7 @@ def _check_weights(weights: tuple[int, ...] | None, labels: tuple[int, ...]) -> 
     if weights is None or tuple(weights) != tuple(labels):
         got = "no tensor" if weights is None else f"{tuple(weights)} for labels of shape {tuple(labels)}"
         raise ValueError(
-            f"For '{_OWNER}', the token weights, its last input, must have the shape of the labels, but got {got}. "
+            f"For '{_OWNER}', the token weights (the last input) must have the shape of the labels, but got {got}. "
             f"Give one weight per label."
         )
 
@@ -295,6 +295,6 @@ def _check_dtype(labels: object) -> None:
         return
     got = "no tensor" if labels is None else f"a tensor of {labels}"
     raise TypeError(
-        f"For '{_OWNER}', the labels, its last input, must be a tensor of integers, but got {got}. "
-        f"Give the class of each token."
+        f"For '{_OWNER}', the labels (the last input) must be a tensor of integers, but got {got}. Give the class of "
+        f"each token."
     )

@@ -18,10 +18,9 @@ _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # Values that the compiler leaves to the Python interpreter have neither a type in a graph nor a gradient.
 _OBJECT_REMEDY = (
-    "Return a tensor, alone or first in a tuple, that is computed from tensors. In GRAPH mode these turn it into a "
-    "Python object: an attribute of a cell that construct sets (a count, an average: make it a Parameter), asnumpy(), "
-    "float(), Tensor(), dict(zip()), getattr() with a default, and classes that are not Cells. MindSpore's own step "
-    "runs with it, but does not train the weights."
+    "Return a tensor, alone or first in a tuple. In GRAPH mode these make a Python object of it: an attribute that "
+    "construct() sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
+    "getattr() with a default, and classes that are not Cells. MindSpore's own step runs with it and trains nothing."
 )
 _LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
@@ -38,7 +37,7 @@ def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy
     if shape is not None and _is_loss(shape, dtype):
         return
     if shape is None:
-        got = "no tensor but a Python object, which has no gradient"
+        got = "a Python object, which has no gradient"
         remedy = _OBJECT_REMEDY
     else:
         got = f"{dtype} of shape {tuple(shape)}"
@@ -62,8 +61,8 @@ def _check_weight(shape: tuple[int, ...] | None) -> None:
 @primexpr
 def _refuse_losses(count: int, remedy: str) -> None:
     raise ValueError(
-        f"For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, "
-        f"but got None with {count} further scalar{'s' if count > 1 else ''} after the first loss. {remedy}"
+        f"For 'GradAccumulation', the argument 'losses' must be given for a network of {count + 1} scalar losses, "
+        f"but got None. {remedy}"
     )
 
 
@@ -81,13 +80,13 @@ def _presence_of(count: int, room: int, names: tuple[str, ...]) -> list[float]:
     """Return 1 for each of ``count`` losses, followed by 0 for each unused place in a report."""
     if names and count != room:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'losses' must have a name for each scalar that 'network' returns "
-            f"after its loss, but got {names} for {count} of them. The loss itself, which is trained, has no name."
+            f"For 'GradAccumulation', the argument 'losses' must name each of the {count} scalars after the loss, "
+            f"but got {names}. The loss itself has no name."
         )
     if count > room:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return at most {room} scalars after its "
-            f"loss, but got {count}. Return the sums of some of them, or stack those that need no report into a vector."
+            f"For 'GradAccumulation', the argument 'network' must return at most {room} scalars after its loss, but "
+            f"got {count}. Return the sum of some of them, or stack those without a report into a vector."
         )
     return [1.0] * count + [0.0] * (room - count)
 

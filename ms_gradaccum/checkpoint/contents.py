@@ -22,7 +22,7 @@ from ms_gradaccum.training.window import Window
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."
-KEPT = "It counts the states that are left after one is saved."
+KEPT = "It is the number of states to keep."
 
 
 class SavedState(NamedTuple):
@@ -110,8 +110,8 @@ class Contents:
             name = f"{prefix}{parameter.name}"
             if name in self.held:
                 raise ValueError(
-                    f"For 'save_state', the argument 'step' must be one whose parameters have names of their own, but "
-                    f"got two {name!r}. Rename one: parameter.name = '...'."
+                    f"For 'save_state', all parameters of a step must have different names, but got two {name!r}. "
+                    f"Rename one: parameter.name = '...'."
                 )
             self.held[name] = Held(target, parameter, gather, window)
 

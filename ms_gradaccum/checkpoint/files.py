@@ -35,7 +35,7 @@ LINGERS = 60.0
 _claimed: dict[Path, IO[str]] = {}
 _MANY_FOLDERS = 100  # A process that saves into more gives up the oldest.
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
-_CHANGED = "has another checksum than what was written"
+_CHANGED = "has another checksum than when it was written"
 _CODES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()
 _DTYPES = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(code) for code in _CODES}
 _DTYPES |= {"BOOL": np.dtype(bool), "BF16": np.dtype(np_dtype.bfloat16)}
@@ -100,8 +100,8 @@ def claim(directory: Path) -> None:
             holder = file.read() or "another process"
             file.close()
             raise RuntimeError(
-                f"For 'save_state', a folder must be that of one training, but {holder} saves into {directory}, too. "
-                f"End it, or give another folder."
+                f"For 'save_state', {holder} saves into {directory}, too. End that job, or give another folder: each "
+                f"would remove the other's states."
             )
         time.sleep(0.1)
     with suppress(OSError):  # The lock holds on a full disk, too.
@@ -207,8 +207,8 @@ def read_manifest(state: Path) -> State:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        raise DamagedState(f"{path} is no JSON") from None
-    _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is no manifest of a state")
+        raise DamagedState(f"{path} is not valid JSON") from None
+    _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is not the manifest of a state")
     manifest: State = found
     version, files, ranks, extra = (manifest.get(key, ()) for key in ("version", "files", "ranks", "extra"))
     _check(version == VERSION, path, f"has the version {version!r}, not {VERSION}")
@@ -236,13 +236,13 @@ def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:
     data = b""
     if not path.is_symlink():
         data = _read(path)
-    _check(len(data) == facts["size"], path, f"has not the {facts['size']} bytes that were written")
+    _check(len(data) == facts["size"], path, f"does not have the {facts['size']} bytes that were written")
     _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _CHANGED)
     try:
         items = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         return {name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"]) for name, it in items}
     except (KeyError, ValueError, safetensors.SafetensorError):
-        raise DamagedState(f"{path} is no safetensors file that can be read here") from None
+        raise DamagedState(f"{path} is not a safetensors file of this version") from None
 
 
 def _read(path: Path) -> bytes:

@@ -85,7 +85,7 @@ def save_state(
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' parameters differ.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
@@ -168,8 +168,8 @@ def _on_rank_0(world: World, doing: str, function: Callable[[], object]) -> Any:
 def unwritable(directory: Path, error: OSError) -> OSError:
     """Return the error for a folder in which no state can be written."""
     text = (
-        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
-        f"it are whole. Make room, or give a folder that all processes can write to"
+        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. Earlier states are "
+        f"intact. Make room, or give a folder that all processes can write to."
     )
     return OSError(error.errno or errno.EIO, text)
 
@@ -204,8 +204,8 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
     for name in sorted(differing):
         if id(held[name].source) in shared:
             raise RuntimeError(
-                f"For '{_SAVE}', the processes must have the same parameters, but got different ones of {name!r}. Look "
-                f"for what changes parameters outside the optimizer, or load the last state."
+                f"For '{_SAVE}', the processes must have the same parameters, but got different values of {name!r}. "
+                f"Look for code that changes parameters outside the optimizer, or load the last state."
             )
     if contents.is_partitioned:
         return partial, set(held)
@@ -263,7 +263,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         See :func:`save_state`.
@@ -297,7 +297,7 @@ def _choose(directory: Path) -> Path:
         has = repr(renamed[0].name) if renamed else "none"
         raise ValueError(
             f"For '{_LOAD}', the argument 'directory' must be a folder with states, but got {directory.absolute()}, "
-            f"which has {has}. Give the one that save_state() has written to, or the folder of one state."
+            f"which has {has}. Give the folder of save_state(), or the folder of one state."
         )
     return state
 
@@ -322,7 +322,9 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         contents.load_state_dict({**numbers, "windows": windows})
     except DamagedState as error:
         before = [each for each in files.states_in(state.parent) if files.number_of(each) < files.number_of(state)]
-        remedy = f"The state before it is {before[-1]}: give that folder." if before else "There is none before it."
+        remedy = (
+            f"Give the folder of the state before it, {before[-1]}." if before else ("There is no state before it.")
+        )
         text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         raise ValueError(text) from None
     return _Loaded(values, random, places, manifest["extra"])
@@ -331,7 +333,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
 def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:
     """Return the number of batches in each window of each saving rank."""
     if (contents.has_shards or contents.is_partitioned) and len(everyone) != ranks:
-        remedy = "Take as many; MindSpore's transform_checkpoints converts what AutoParallel has cut"
+        remedy = "Use as many processes; MindSpore's transform_checkpoints converts the shards of AutoParallel"
         raise another_program(f"has the network's shards of {len(everyone)} processes, not {ranks}. {remedy}")
     batches: list[list[int]] = []
     for numbers in everyone:

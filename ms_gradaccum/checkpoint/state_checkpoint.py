@@ -50,7 +50,7 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         ValueError: If `directory` is not a valid path, or a number is not positive.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
@@ -143,8 +143,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         if self.model is None:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'model' must be one of ms_gradaccum, but got another. Import Model from "
-                f"there."
+                f"For '{_OWNER}', the argument 'model' must be a Model of ms_gradaccum, but got another one. Import "
+                f"Model from ms_gradaccum."
             )
         claim_folder("begins to train a Model", Path(self.directory))
         self._saved_step = run_context.original_args().cur_step_num

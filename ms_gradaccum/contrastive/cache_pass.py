@@ -195,11 +195,11 @@ class CachePass(Preparation):
         drawn = random_cells(self.network.backbone)
         place = type(self.network.backbone).__name__
         if drawn:
-            place += f", where {drawn} may draw anew"
+            place += f", perhaps because of {drawn}"
         return (
-            f"For 'GradCacheLoss', the backbone must compute in the second pass what it has in the first, but its "
-            f"outputs differ by {distance:.3g} of the largest number in their row in {place}. Use ReplayDropout in "
-            f"place of Dropout, and keep what the forward pass changes in parameters."
+            f"For 'GradCacheLoss', the backbone returned other outputs in the second forward pass: they differ by "
+            f"{distance:.3g} of the largest number in their row in {place}. Use ReplayDropout in place of Dropout, "
+            f"and keep all that the forward pass changes in parameters."
         )
 
 
@@ -301,14 +301,14 @@ def _check_settings(settings: BatchSettings, reducer: GradientReducer, loss_fn: 
         )
     if reducer.grads_are_reduced:
         raise ValueError(
-            f"For '{settings.owner}', the argument 'network' must be one without GradCacheLoss where gradients come "
-            f"reduced, but got a GradCacheLoss. Give parallel=HSDP(...) in place of hsdp() around the network."
+            f"For '{settings.owner}', the argument 'network' must not be one of hsdp() with a GradCacheLoss, but got "
+            f"both. Give parallel=HSDP(...) in place of hsdp()."
         )
     drawn = random_cells(loss_fn)
     if drawn and reducer.is_distributed:
         raise ValueError(
-            f"For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got "
-            f"one that draws random numbers: {drawn}. Draw them in the backbone."
+            f"For 'GradCacheLoss', the argument 'loss_fn' must be deterministic on several processes, but got random "
+            f"numbers of {drawn}. Draw them in the backbone."
         )
 
 
@@ -328,8 +328,8 @@ def _floats_among(outputs: list[Tensor]) -> tuple[int, ...]:
     if not floats:
         got = ", ".join(map(str, dtypes)) or "nothing"
         raise ValueError(
-            f"For 'GradCacheLoss', the argument 'backbone' must be a network that returns a floating-point tensor, but "
-            f"got {got}. There is no gradient without one."
+            f"For 'GradCacheLoss', the argument 'backbone' must return a floating-point tensor, but got {got}. "
+            f"Return one: there is no gradient without it."
         )
     return floats
 

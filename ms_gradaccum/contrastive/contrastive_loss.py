@@ -54,7 +54,7 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         ValueError: If an argument is out of range, or the inputs do not fit `towers`.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import ops
@@ -76,9 +76,9 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         block_rows: int = 256,
     ) -> None:
         super().__init__()
-        temperature = check_positive_float(_OWNER, "temperature", temperature, "CLIP begins with 0.07.")
-        learnable = check_bool(_OWNER, "learnable", learnable, "False keeps the temperature as it is.")
-        self.normalize = check_bool(_OWNER, "normalize", normalize, "False takes the rows as they are.")
+        temperature = check_positive_float(_OWNER, "temperature", temperature, "CLIP starts with 0.07.")
+        learnable = check_bool(_OWNER, "learnable", learnable, "False keeps the temperature fixed.")
+        self.normalize = check_bool(_OWNER, "normalize", normalize, "False leaves the rows as they are.")
         self.towers = check_positive_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
         block_rows = check_positive_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
         value = Tensor(-math.log(temperature), ms.float32)
@@ -230,7 +230,7 @@ def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
 def _check_shapes(towers: int, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Raise unless the inputs are the representations of so many towers, and labels where they are needed."""
     if not 2 <= len(shapes) <= towers + 1:
-        inputs = "two representations, and labels or not"
+        inputs = "two representations, with or without labels"
         if towers == 1:
             inputs = "representations and labels"
         raise ValueError(
@@ -243,6 +243,6 @@ def _check_shapes(towers: int, shapes: tuple[tuple[int, ...], ...]) -> None:
         fits = fits and math.prod(labels) == first[0]
     if not fits:
         raise ValueError(
-            f"For '{_OWNER}', the representations must be of one shape (rows, length), with a label for each row if "
-            f"there are labels, but got {', '.join(map(str, shapes))}. Project what the towers return to one length."
+            f"For '{_OWNER}', the representations must have one shape (rows, length), and labels one per row, but "
+            f"got {', '.join(map(str, shapes))}. Project the outputs of both towers to one length."
         )

@@ -52,7 +52,7 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         ValueError: If `labels` is negative, or all of the inputs; later, if an output lacks the rows on axis 0.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np

@@ -42,7 +42,7 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
         ValueError: If `p` is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import Tensor, ops

@@ -32,9 +32,8 @@ class WindowTotals(NamedTuple):
 
 _NOTHING_ELSE = WindowTotals()
 _ROWS = (
-    "For 'GradAccumulation', the gradients of this optimizer must be dense, but got one of a sparse lookup. It would "
-    "leave alone the rows that one batch does not read, which no sum over micro batches knows. Use nn.Embedding, or "
-    "another optimizer."
+    "For 'GradAccumulation', this optimizer needs dense gradients, but got one of a sparse lookup. It would skip the "
+    "rows that one micro batch does not read. Use nn.Embedding, or another optimizer."
 )
 
 

@@ -112,7 +112,7 @@ class ClipByGlobalNorm(FrozenAfterInit, Clip):
         ValueError: If `max_norm` is not positive and finite.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import Tensor
@@ -172,7 +172,7 @@ class ClipByValue(FrozenAfterInit, Clip):
         ValueError: If `limit` is not positive and finite.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import Tensor
@@ -216,7 +216,7 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
             a pattern matches no parameter of the optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops

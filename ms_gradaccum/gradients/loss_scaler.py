@@ -152,8 +152,8 @@ def _scale_of(chooser: Any) -> float:
 @primexpr
 def _refuse_in_graph(kind: str) -> None:
     raise ValueError(
-        f"For 'MixedPrecision', the loss scale inside a larger graph must be one that can be compiled, but got a "
-        f"{kind}. Give a MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
+        f"For 'MixedPrecision', the loss scale inside a larger graph must be compilable, but got a {kind}. Give a "
+        f"MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
     )
 
 

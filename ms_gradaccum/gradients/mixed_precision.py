@@ -64,7 +64,7 @@ class MixedPrecision:
         ValueError: If an argument is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import mindspore as ms
@@ -95,7 +95,7 @@ class MixedPrecision:
         dtype = _dtype_of("dtype", self.dtype, half, "float16 or bfloat16", "MindSpore trains in these two.")
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "reduce_dtype", _checked_reduce_dtype(self.reduce_dtype))
-        check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
+        check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in 16 bits.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
             require(value >= 1, _OWNER, name, "a number of at least 1", value, remedy)
@@ -173,15 +173,15 @@ def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_man
     if loss_scale_manager is not None and mixed_precision is not None:
         raise ValueError(
             f"For '{owner}', the argument 'mixed_precision' must be None with a loss_scale_manager, but got "
-            f"{mixed_precision!r} beside a loss_scale_manager. MixedPrecision(..., loss_scale=manager) takes both."
+            f"{mixed_precision!r}. MixedPrecision(..., loss_scale=manager) takes both."
         )
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
     if settings.level not in ("O0", amp_level):
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be in accord with amp_level, but got "
-            f"{mixed_precision!r} beside amp_level={amp_level!r}. Give one of the two."
+            f"For '{owner}', the argument 'mixed_precision' must agree with amp_level={amp_level!r}, but got "
+            f"{mixed_precision!r}. Give one of the two."
         )
     return replace(settings, level=amp_level)
 
@@ -197,8 +197,8 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
             multiply(ms.bfloat16)
         except Exception as error:
             raise ValueError(
-                f"For '{owner}', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
-                f"{device_target()}. Use float16 here, for example mixed_precision='fp16'."
+                f"For '{owner}', the argument 'mixed_precision' must be a format of this device, but got bfloat16 on "
+                f"{device_target()}. Use float16, for example mixed_precision='fp16'."
             ) from error
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)
@@ -224,8 +224,8 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
     fixed = (type(None), amp.FixedLossScaleManager, amp.StaticLossScaler)  # They adjust nothing.
     if networks > 1 and kind not in fixed:
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be a rule for the scale of each network, but got one "
-            f"{kind.__name__} for {networks}. Give a name or a MixedPrecision without one."
+            f"For '{owner}', the argument 'mixed_precision' must make a loss scale for each network, but got one "
+            f"{kind.__name__} for {networks}. Give a name, or a MixedPrecision without a loss_scale."
         )
 
 

@@ -118,9 +118,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     found = levels_of(cell for _, cell in network.cells_and_names())
     if found - {level}:
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be the level that the network has been converted to, "
-            f"{' and '.join(sorted(found))}, but got {level}. A network cannot be converted twice: give that level, or "
-            f"another network."
+            f"For '{owner}', the argument 'mixed_precision' must be the present level of the network, "
+            f"{' and '.join(sorted(found))}, but got {level}. A network cannot be converted twice: give that level, "
+            f"or another network."
         )
     if found:
         return network
@@ -134,9 +134,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     except RuntimeError as error:
         # It does not support all of Python's syntax.
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be a level that MindSpore can convert the network to, "
-            f"but got {level}: {str(error).splitlines()[0]}. Name the inputs of each construct, in place of *inputs, "
-            f"or take level 'O2'."
+            f"For '{owner}', the argument 'mixed_precision' must fit MindSpore's conversion, but got {level}: "
+            f"{str(error).splitlines()[0]}. Name the inputs of each construct() in place of *inputs, or give level "
+            f"'O2'."
         ) from error
     finally:
         os.chdir(here)

@@ -67,7 +67,7 @@ def create_trainer(
         ValueError: If an argument is out of range or `ema` is set.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
     remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
     if check_bool(_OWNER, "ema", ema, remedy):
@@ -105,10 +105,10 @@ def _loss_scale(kind: object, value: object, drops: object) -> Any:
     name = kind
     if isinstance(kind, str):
         name = kind.lower()
-    remedy = "A fixed scale stays, a dynamic one halves and doubles."
+    remedy = "A fixed scale stays; a dynamic one adapts."
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
     value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
-    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
+    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It skips windows with an Inf or a NaN.")
     if name == "dynamic":
         return amp.DynamicLossScaler(value, scale_factor=2, scale_window=2000)
     return amp.FixedLossScaleManager(value, drops)

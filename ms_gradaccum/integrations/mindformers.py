@@ -14,11 +14,10 @@ from ms_gradaccum.training.step_output import named
 
 _OWNER = "AccumulatedStep"
 # Arguments that mindformers' trainer passes to every wrapper and that are not needed here.
-_UNUSED = ("parallel_config", "lr_scheduler", "global_norm_spike_threshold")
+_UNUSED = ("parallel_config", "lr_scheduler")
 # Settings that must be off, with the remedy.
 _OFF = {
     "local_norm": "The norm is that of the window's mean gradient over all parameters.",
-    "use_skip_data_by_global_norm": "A large gradient can be clipped: use_clip_grad: True.",
     "grouped_lr_scheduler": "Give one lr_schedule: the monitor reads grouped rates from mindformers' own step.",
     "print_separate_loss": "The report has the sum of the terms.",
 }
@@ -53,6 +52,8 @@ class AccumulatedStep(TrainOneStepCell):
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         calculate_per_token_loss (bool): mindformers' setting: the network returns the sum of the loss and the number
             of tokens, and the loss is the mean over all tokens of the batch. Default: ``False``.
+        use_skip_data_by_global_norm (bool): mindformers' setting: a batch whose global norm before clipping is above
+            `global_norm_spike_threshold` makes no update. Default: ``False``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it.
@@ -67,7 +68,7 @@ class AccumulatedStep(TrainOneStepCell):
             compiler partitions the step (semi-auto-parallel).
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
 
     def __init__(
@@ -79,19 +80,27 @@ class AccumulatedStep(TrainOneStepCell):
         max_grad_norm: float = 1.0,
         scale_sense: ScaleSense = 1.0,
         calculate_per_token_loss: bool | None = False,
+        use_skip_data_by_global_norm: bool | None = False,
+        global_norm_spike_threshold: float = 1.0,
         **settings: object,
     ) -> None:
         is_legacy = is_legacy_model()
         _check_settings(settings, is_legacy)
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
-        check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
+        check_bool(
+            _OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, weight)."
+        )
         clip = None
         if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
             clip = ClipByGlobalNorm(max_grad_norm)
+        skip_above = None
+        if use_skip_data_by_global_norm:
+            skip_above = global_norm_spike_threshold
         loss_cell = network if is_legacy else SummedLoss(network, per_token)
         loss_cell = GradAccumulation(loss_cell, micro_size, weighted=per_token)
-        super().__init__(loss_cell, optimizer, clip=clip, mixed_precision=precision_of(_OWNER, scale_sense))
+        precision = precision_of(_OWNER, scale_sense)
+        super().__init__(loss_cell, optimizer, clip=clip, skip_above=skip_above, mixed_precision=precision)
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:  # type: ignore[override]
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
@@ -111,7 +120,7 @@ def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         raise ValueError(
             f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, but got "
-            f"semi-auto-parallel. MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
+            f"semi-auto-parallel. There MFTrainOneStepCell accumulates by itself: use gradient_accumulation_steps."
         )
     unused = set(_UNUSED)
     if is_legacy:

@@ -33,7 +33,7 @@ class ModelLoss(nn.Cell):
         TypeError: If `model` is not a Cell or `columns` are no names.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
 
     def __init__(self, model: nn.Cell, columns: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ def train_step(
         ValueError: If an argument is out of range, or `ema` or `zero_helper` is given.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
     """
     remedies = {
         "ema": "Give an ms_gradaccum.EMA to add_callback() of the step.",
@@ -112,7 +112,7 @@ def train_step(
     clip = None
     if check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm."):
         clip = ClipByGlobalNorm(clip_norm)
-    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
+    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It skips windows with an Inf or a NaN.")
     with scale_taken_out():
         return TrainOneStepCell(
             GradAccumulation(network, micro_size),

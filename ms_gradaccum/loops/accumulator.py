@@ -116,7 +116,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             a full window waits for `step`; or if a later step was built with its optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -278,7 +278,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             loss (Tensor): A loss, of any shape and floating-point dtype.
             network (Cell, optional): The network, if there are several. Default: ``None``, the only one.
         """
-        check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
+        check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give the loss that is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(
@@ -320,7 +320,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         reduction: _Reduction = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
-        check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
+        check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says how the loss combines its rows.")
         trained = only_of(self.windows, network)
         # Sums need no weight: each row counts alike in their sum.
         if weight is None and reduction == "sum":
@@ -370,8 +370,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         self._check_all(parameters)
         if norm_type != 2.0:
             raise ValueError(
-                f"For 'Accumulator', the argument 'norm_type' must be 2, the only norm, but got {typed(norm_type)}. "
-                f"Leave it out."
+                f"For 'Accumulator', the argument 'norm_type' must be 2, but got {typed(norm_type)}. Leave it out."
             )
         return self.clip_grad_norm(max_norm)
 
@@ -389,8 +388,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
                 for each in optimizer.parameters:
                     if id(each) not in given:
                         raise ValueError(
-                            f"For 'Accumulator', the argument 'parameters' must be all that are trained, but got none "
-                            f"of {each.name!r}. The norm is that of the whole gradient: see ClipByGroupNorm."
+                            f"For 'Accumulator', the argument 'parameters' must contain all trained parameters, but "
+                            f"got none of {each.name!r}. The norm is that of the whole gradient; for groups see "
+                            f"ClipByGroupNorm."
                         )
 
     def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
@@ -418,8 +418,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         for trained in full:
             if trained.clip is not None and type(trained.clip) is not type(clip):
                 raise RuntimeError(
-                    "For 'Accumulator', an update must be clipped by its norm or by value, but got both. Call one of "
-                    "clip_grad_norm() and clip_grad_value()."
+                    "For 'Accumulator', an update must be clipped by norm or by value, but got both. Call only one "
+                    "of clip_grad_norm() and clip_grad_value()."
                 )
         for trained in chosen:
             trained.last_clip = clip

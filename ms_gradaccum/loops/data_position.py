@@ -7,7 +7,7 @@ of Python and NumPy. Both are recorded when a pass begins. A resumed pass restor
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore.dataset as ds
 from mindspore.dataset import Dataset
@@ -54,8 +54,8 @@ class Sources(NamedTuple):
         """Warn if a resumed pass will have another order."""
         if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
             warn(
-                "For 'save_state', the data is shuffled on each process for itself and without a seed, so that nobody "
-                "knows the order: a resumed pass will have another one. Call mindspore.dataset.config.set_seed()."
+                "For 'save_state', each process shuffles with its own random seed, so that a resumed pass will have "
+                "another order. Call mindspore.dataset.config.set_seed()."
             )
 
     @contextmanager
@@ -97,11 +97,25 @@ def _draws_in_python(dataset: object) -> bool:
     return any(map(_draws_in_python, dataset.children))
 
 
-def first_batch(dataset: Dataset) -> tuple[object, ...]:
+def warn_of_single_rows(owner: str, dataset: Dataset) -> None:
+    """Warn of a dataset that was not batched, so that a column of its rows has no axis."""
+    pipeline = [dataset]
+    for each in pipeline:
+        # A generator may hand out batches, and may not be asked twice.
+        if type(each) is ds.GeneratorDataset or "Batch" in type(each).__name__:
+            return
+        pipeline += each.children
+    if any(not column.shape for column in first_batch(dataset)):
+        warn(
+            f"For '{owner}', the dataset has no batch(): it hands out single rows. Call dataset.batch(32), for example."
+        )
+
+
+def first_batch(dataset: Dataset) -> tuple[Any, ...]:
     """Return the first batch of a pass that is not trained. The random states stay as they are."""
     before = host_random_states()
     iterator = dataset.create_tuple_iterator(num_epochs=1)
-    batch = tuple(next(iterator))
+    batch = tuple(next(iterator, ()))
     iterator.stop()  # Its threads draw random numbers, too.
     put_random_states(before)
     return batch
@@ -185,8 +199,8 @@ class DataPosition(NamedTuple):
             return self
         if abs(self.length * self.ranks - length * ranks) >= max(self.ranks, ranks):
             raise DamagedState(
-                f"the state is one of data with {self.length} batches on each of {self.ranks} processes, but got data "
-                f"with {length} on each of {ranks}"
+                f"the state belongs to data with {self.length} batches on each of {self.ranks} processes, but got "
+                f"data with {length} on each of {ranks}"
             )
         if self.batches is None:
             return self._replace(length=length)

@@ -50,8 +50,8 @@ class PreparedDataset:
         if isinstance(self.dataset, Sized):
             return len(self.dataset)
         raise TypeError(
-            f"For 'Accumulator', the argument 'dataset' must be one with a length, but got "
-            f"{type(self.dataset).__name__}. The ranks must know who has batches left: give it a __len__."
+            f"For 'Accumulator', the argument 'dataset' must have a length, but got {type(self.dataset).__name__}. "
+            f"The ranks must know who has batches left: give it a __len__."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -62,8 +62,8 @@ class PreparedDataset:
             return functools.partial(self._call, name) if callable(value) else value
         if name in _ITERATORS:
             raise AttributeError(
-                f"For 'Accumulator', the argument 'dataset' must be a pipeline of MindSpore's for {name}(), but got "
-                f"{type(self.dataset).__name__}. Loop over what prepare() has returned."
+                f"For 'Accumulator', the argument 'dataset' must be one of mindspore.dataset for {name}(), but got "
+                f"{type(self.dataset).__name__}. Loop over the object that prepare() returned."
             )
         return value
 
@@ -76,8 +76,8 @@ class PreparedDataset:
         result: object = method(*args, **kwargs)
         if isinstance(result, Dataset):
             raise TypeError(
-                f"For 'Accumulator', the argument 'dataset' must be prepared when it is complete, but got {name}() of "
-                f"a prepared one. Prepare the whole pipeline, as the last step."
+                f"For 'Accumulator', the argument 'dataset' must be complete before prepare(), but got {name}() "
+                f"afterwards. Call prepare() last."
             )
         return result
 
@@ -143,8 +143,8 @@ class PreparedDataset:
             return DataPosition(self.epoch, None, length, None, self.ranks)
         if self.ranks > 1 and newest.place > self.common:
             raise RuntimeError(
-                f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
-                f"{newest.place} of a pass in which some have {self.common}. Save it before, or after the pass."
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
+                f"{newest.place} where some have only {self.common}. Save it earlier, or after the pass."
             )
         newest.origin.check_known(self.dataset, self.ranks)
         return DataPosition(self.epoch, newest.place, length, newest.origin, self.ranks)
@@ -186,4 +186,4 @@ def prepare(item: object, driver: LoopDriver) -> object:
     if isinstance(item, Iterable) and not isinstance(item, type):
         return PreparedDataset(item, driver)
     rule = "a dataset, a learning rate scheduler or a Cell"
-    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), "Give what the loop iterates over."))
+    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), "Give the data of the loop."))

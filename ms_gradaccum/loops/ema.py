@@ -55,7 +55,7 @@ class EMA(FrozenAfterInit, Extra, Callback):
         ValueError: If `decay` or `warmup_updates` is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -80,10 +80,10 @@ class EMA(FrozenAfterInit, Extra, Callback):
 
     def __init__(self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True) -> None:
         super().__init__(auto_prefix=False)
-        remedy = "0.9999 is usual: an average over some 10000 updates."
+        remedy = "0.9999 is usual: it averages about 10000 updates."
         self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
         require(self.decay < 1, _OWNER, "decay", "a number below 1", decay, remedy)
-        self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
+        self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, "0 means no growth.")
         # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
         shares = [1.0 - self.decay, 0.0, 0.0]
         if self.warmup_updates:
@@ -96,8 +96,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
     def attach(self, step: Observed) -> None:
         if self.weights or any(isinstance(each, EMA) for each in step.extras):
             raise ValueError(
-                "For 'EMA', the argument 'callback' must be the only one of one training step, but got a second EMA or "
-                "step. Build an EMA for each step."
+                "For 'EMA', a training step must have one EMA of its own, but got a second EMA or step. Build an EMA "
+                "for each step."
             )
         window = _window_of(step)
         network = window.network
@@ -105,8 +105,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         weights = tuple(parameter for parameter in candidates if parameter.dtype in mstype.float_type)
         if not weights:
             raise ValueError(
-                "For 'EMA', the argument 'callback' must be one for a network with parameters to average, but got 0. "
-                "Set requires_grad, or trainable_only."
+                "For 'EMA', the network must have parameters to average, but got 0. Set requires_grad, or "
+                "trainable_only=False."
             )
         network.init_parameters_data()
         self._window = window
@@ -135,7 +135,9 @@ class EMA(FrozenAfterInit, Extra, Callback):
     def start(self) -> None:
         """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
-            raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
+            raise RuntimeError(
+                "For 'EMA', the EMA must belong to a training step, but got none. Call train_step.add_callback(ema)."
+            )
         self.check_can_save(_OWNER)
         self._window.reshard()
         if self.updates == 0:
@@ -145,7 +147,7 @@ class EMA(FrozenAfterInit, Extra, Callback):
         """Raise if the averages are in the network."""
         if self.kept:
             raise RuntimeError(
-                f"For '{owner}', the network must have its weights, but got the averages of an EMA. Leave "
+                f"For '{owner}', the network must have its own weights, but got the averages of an EMA. Leave "
                 f"ema.swapped() first."
             )
 
@@ -190,8 +192,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         size = params.get("sink_size")
         if params.get("dataset_sink_mode") and size != 1:
             raise ValueError(
-                f"For 'EMA', the argument 'sink_size' must be 1 in data sink mode, but got {size}. Or train with "
-                f"dataset_sink_mode=False."
+                f"For 'EMA', the argument 'sink_size' must be 1 in data sink mode, but got {size}. Give sink_size=1, "
+                f"or dataset_sink_mode=False."
             )
         self.start()  # A graph does not announce its updates.
 
@@ -201,8 +203,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         evaluated = set(map(id, run_context.original_args().eval_network.get_parameters()))
         if evaluated.isdisjoint(map(id, self.weights)):
             raise ValueError(
-                "For 'EMA', the argument 'eval_network' must be the one whose weights are averaged, but got another. "
-                "Evaluate the Model that trains it, or without its EMA."
+                "For 'EMA', the argument 'eval_network' must have the averaged weights, but got another network. "
+                "Evaluate the Model that trains it, or leave the EMA out."
             )
         if not self.kept:
             self._evaluation.enter_context(self.swapped())
@@ -218,14 +220,11 @@ def _window_of(step: Any) -> Any:
     window, *others = step.windows
     if others:
         raise ValueError(
-            "For 'EMA', the argument 'callback' must be one for an Accumulator of one network, but got several. Build "
-            "one for the network to average."
+            "For 'EMA', an EMA averages one network, but got an Accumulator of several. Build an Accumulator for the "
+            "network to average."
         )
     if not window.reducers:
-        raise ValueError(
-            "For 'EMA', the argument 'callback' must be one for whole weights, but got AutoParallel. Use "
-            "DataParallel() or HSDP()."
-        )
+        raise ValueError("For 'EMA', an EMA needs whole weights, but got AutoParallel. Use DataParallel() or HSDP().")
     return window
 
 

@@ -18,11 +18,11 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Model"
 LastWindow = Literal["apply", "drop", "carry"]  # The treatment of an unfinished window at the end of the data.
-_PASSES_ONLY = "A state knows passes over the data, and no sinks."
+_PASSES_ONLY = "A saved state counts passes over the data, not sinks."
 
 
 def check_last_window(owner: str, value: object) -> str:
-    remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+    remedy = "'apply' makes one more update, 'drop' discards the window, 'carry' continues it in the next pass."
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
 
@@ -46,8 +46,8 @@ class StopTogether(Callback):
         if ranks and 0 in stops:
             run_context.request_stop()
             warn(
-                f"For '{_OWNER}', the ranks must stop after the same epoch, but only ranks {ranks} have called "
-                f"request_stop(): all stop now. Let them decide by a number that they have in common."
+                f"For '{_OWNER}', only ranks {ranks} have called request_stop(), and all ranks stop now. Let a "
+                f"callback decide by a metric of all ranks."
             )
 
 
@@ -83,8 +83,8 @@ class Passes:
         require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
         if not self.is_common:
             raise RuntimeError(
-                f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
-                f"{self.batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
+                f"{self.batches} where some have only {self.common}. Save it earlier, or at the end of the pass."
             )
         return order.position(self.done // self.steps, self.batches, self.length)
 
@@ -97,9 +97,9 @@ class Passes:
         self.missing += left - batches
         self.done += left - batches
         warn(
-            f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
-            f"get_dataset_size(), but got {batches}: windows end by that size, and a resumed training may begin "
-            f"at another batch. Make all passes equally long, or train in a loop of your own with an Accumulator."
+            f"For '{_OWNER}', the argument 'train_dataset' must yield the {left} batches of its get_dataset_size(), "
+            f"but got {batches}: windows end by that size, and a resumed training may begin at another batch. Make "
+            f"all passes equally long, or use an Accumulator."
         )
 
 
@@ -133,7 +133,7 @@ class PassSteps(Callback):
         """Load the last state to continue the training. Return False if the training has already ended."""
         if self.model.resumed_place is None:
             remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
-            require(checkpoints, _OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
+            require(checkpoints, _OWNER, "callbacks", "a list with a StateCheckpoint for resume=True", "none", remedy)
             checkpoints[0].resume_into(self.model)
         position = self.model.resumed_place
         self.model.resumed_place = None
@@ -177,20 +177,20 @@ class PassSteps(Callback):
     def _check_sinks(self, sink_size: int) -> None:
         """Raise for sinks that end otherwise than passes where this matters."""
         passes = self.passes
-        rule = "False where some processes have more batches"
-        remedy = "Each process then ends with its own data."
+        rule = "False if the processes have different numbers of batches"
+        remedy = "Then each process ends with its own data."
         require(passes.common == passes.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
         got = f"{sink_size} with {passes.length} batches in a pass"
         is_resumable = self.keeps_states or self.order.resumed is not None
-        rule = "-1 for a training that can be resumed"
+        rule = "-1 for a resumable training"
         require(not is_resumable, _OWNER, "sink_size", rule, got, _PASSES_ONLY)
         length = self.train_step.body.settings.window_length
         is_whole = length.is_fixed and passes.steps % length.most == 0
         is_carried = self.model.last_window == "carry" or is_whole
         if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
-            rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
-            remedy = "Give last_window='carry', or as many batches as whole windows have."
+            rule = "-1 or a divisor of the batches of a pass that ends inside a window"
+            remedy = "Give last_window='carry', or a pass of whole windows."
             raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
@@ -208,8 +208,8 @@ class PassSteps(Callback):
         if not rates or is_multiple:
             return
         warn(
-            f"For '{_OWNER}', a list of learning rates must have an entry for each update, but got {rates} for "
-            f"{updates} updates with {batches} batches. Build it with {updates} entries."
+            f"For '{_OWNER}', a list of learning rates must have one entry per update, but got {rates} for {updates} "
+            f"updates of {batches} batches. Build it with {updates} entries."
         )
 
     def _updates_of(self, batches: int) -> int:
@@ -303,5 +303,5 @@ class PassSteps(Callback):
             step = (self.passes.done - 1) % params.batch_num + 1
             raise ValueError(
                 f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {params.cur_epoch_num}, step "
-                f"{step}. LossMonitor ends the training here; without it the window is skipped."
+                f"{step}. LossMonitor ends the training here; without it only this window is skipped."
             )

@@ -17,8 +17,8 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 UNWEIGHTED = (
-    "For 'Accumulator', gradients of other numbers of rows need a weight, but got none: all batches and ranks count "
-    "alike. Call accumulator(grads, len(x), loss), or prepare the dataset."
+    "For 'Accumulator', batches of different sizes need a weight, but got none: all batches and ranks count alike. "
+    "Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
@@ -48,7 +48,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         ``joined`` is a batch that only other processes have.
         """
         if self.in_batch:
-            raise disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
+            raise disorder("accumulate() must not be nested", "one inside another", "Write one 'with' per batch.")
         self._begin(joined)
         was_open = self.is_open
         self.in_batch = True
@@ -74,8 +74,8 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         check_claims(_OWNER, self.windows)
         self._follow_others()
         if self.is_last_batch and self.is_open:
-            remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
-            raise disorder("a full window must be followed by step()", "the next batch", remedy)
+            remedy = "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."
+            raise disorder("a full window must be followed by step()", "another batch", remedy)
         if self.is_last_batch:
             self.batches = 0
         # This comes first, because a schedule can raise before anything has begun.
@@ -161,7 +161,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
         """Context in which one network adds its batch. Outside `batch` it begins one."""
         if not self.in_batch and len(self.windows) > 1:
-            remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
+            remedy = "Write 'with accumulator.accumulate():' around all calls of one batch."
             raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
             trained.check_order()

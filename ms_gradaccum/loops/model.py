@@ -27,7 +27,7 @@ from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.mixed_precision import Level, combined
-from ms_gradaccum.loops.data_position import DataPosition, first_batch
+from ms_gradaccum.loops.data_position import DataPosition, first_batch, warn_of_single_rows
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parallel
@@ -97,7 +97,7 @@ class Model(FrozenAfterInit, ms.Model):
             `fit`, if there is no optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np
@@ -137,7 +137,9 @@ class Model(FrozenAfterInit, ms.Model):
         loss_scale_manager: amp.LossScaleManager | None = None,
         **options: "Unpack[StepOptions]",
     ) -> None:
-        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
+        check_choice(
+            _OWNER, "boost_level", boost_level, ("O0",), "Boost would run an accumulation of its own inside this one."
+        )
         self.last_window = check_last_window(_OWNER, last_window)
         self.loss_scale_manager = loss_scale_manager
         refuse_unknown(_OWNER, Model.__init__, options)
@@ -173,8 +175,8 @@ class Model(FrozenAfterInit, ms.Model):
             network = adopted(network.network)
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             raise ValueError(
-                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got MindSpore's, "
-                "which sums the losses of a batch where it evaluates. Write 'from ms_gradaccum import "
+                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got "
+                "MindSpore's, which evaluates the sum of a batch's losses. Write 'from ms_gradaccum import "
                 "GradAccumulation'."
             )
         try:
@@ -212,9 +214,9 @@ class Model(FrozenAfterInit, ms.Model):
                     loss_cell = loss_cell.network
             if type(loss_cell) is not nn.WithLossCell:
                 raise ValueError(
-                    f"For 'Model', the argument 'eval_network' must be a cell that returns loss, output and label "
-                    f"where there are metrics, but got None beside {type(loss_cell).__name__}. Give "
-                    f"eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+                    f"For 'Model', the argument 'eval_network' must be given with metrics, but got None beside "
+                    f"{type(loss_cell).__name__}. Give eval_network=nn.WithEvalCell(network, loss_fn), or network and "
+                    f"loss_fn separately."
                 )
             casts = self._amp_level in ("O2", "O3", "auto")
             eval_network = nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
@@ -248,7 +250,7 @@ class Model(FrozenAfterInit, ms.Model):
             given.append("last_window")
         if given and trains_itself(network):
             raise ValueError(
-                f"For '{_OWNER}', a training cell has its own settings, but got {type(network).__name__} with "
+                f"For '{_OWNER}', the training cell {type(network).__name__} has its own settings and ignores "
                 f"{listed(given, 3)}. Give the loss cell inside it, and optimizer=."
             )
 
@@ -315,13 +317,13 @@ class Model(FrozenAfterInit, ms.Model):
         if not hasattr(dataset, "get_dataset_size"):
             raise TypeError(
                 f"For 'Model', the argument 'train_dataset' must be a dataset of mindspore.dataset, but got "
-                f"{typed(dataset)}. An Accumulator loops over anything."
+                f"{typed(dataset)}. Write GeneratorDataset(...), or a loop with an Accumulator, which takes any data."
             )
-        check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
+        check_bool(_OWNER, "resume", resume, "True continues from the last state.")
         if resume and initial_epoch != 0:
             raise ValueError(
                 f"For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got {initial_epoch}. The "
-                f"state knows in which pass it was saved."
+                f"state knows its pass."
             )
         trains = isinstance(self._train_network, TrainOneStepCell)
         if not (trains or trains_itself(self._train_network)):
@@ -331,8 +333,8 @@ class Model(FrozenAfterInit, ms.Model):
             )
         if trains and not self._has_trained and (frozen := frozen_cell(self._network)):
             warn(
-                f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {frozen}, which "
-                f"train() sets to training mode with all others. Freeze it with {FREEZE}."
+                f"For '{_OWNER}', train() sets all cells to training mode, also {frozen}, which was in evaluation "
+                f"mode. Freeze it with {FREEZE}."
             )
         self._resume = resume
         self._has_trained = trains
@@ -350,6 +352,7 @@ class Model(FrozenAfterInit, ms.Model):
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
+        warn_of_single_rows(_OWNER, train_dataset)
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_place = None

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, check_number, require, warn
+from ms_gradaccum._checks import check_loss, check_number, listed, require, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -54,8 +54,7 @@ class TrainedNetwork(Window):
         if len(optimizers) > 1 and (settings.clip.has_groups or settings.clip.is_own):
             raise ValueError(
                 f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-                f"{settings.clip!r} with {len(optimizers)} optimizers. It would clip the gradients of each apart: use "
-                f"one optimizer, or ClipByGlobalNorm."
+                f"{settings.clip!r} with {len(optimizers)} optimizers. Use one optimizer, or ClipByGlobalNorm."
             )
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
@@ -100,19 +99,18 @@ class TrainedNetwork(Window):
         network = self.network
         if "weight" in network.argument_names:
             raise ValueError(
-                "For 'Accumulator', the argument 'weight' must be an argument of the network alone, given by position, "
-                "but got it by name. A batch has a weight of its own only for networks without it."
+                "For 'Accumulator', the argument 'weight' must be given by position to a network with an input "
+                "'weight', but got it by name. Such a network cannot give a batch its weight."
             )
         if network.needs_all_rows or network.weighted:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a network that returns its weight, or "
-                f"whose loss needs all rows, but got {weight}. Leave it out."
+                f"For 'Accumulator', the argument 'weight' must be None for a network with weights of its own or a "
+                f"loss over all rows, but got {weight}. Leave it out."
             )
         if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be left out for a batch that is split into micro "
-                f"batches, which have weights of their own, but got {weight}. Return (loss_mean, weight), and give "
-                f"weighted='mean' to GradAccumulation."
+                f"For 'Accumulator', the argument 'weight' must be None for a batch that is split, but got {weight}. "
+                f"Let the network return (loss_mean, weight), and give GradAccumulation weighted='mean'."
             )
         return check_weight(weight)
 
@@ -242,8 +240,8 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
         raise ValueError(
-            "For 'Accumulator', the argument 'network' must be for a loop whose micro batches are run one by one, but "
-            "got AutoParallel on this device. Use TrainOneStepCell or Model: the compiler partitions a whole step."
+            "For 'Accumulator', the argument 'network' must not be in AutoParallel on this device, but got "
+            "AutoParallel. Use TrainOneStepCell or Model: the compiler partitions a whole step."
         )
     if not sync_each_batch or kind is None:
         return kind
@@ -251,8 +249,8 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
         return replace(kind, sync_each_batch=True)
     if not kind.sync_each_batch:
         raise ValueError(
-            f"For 'Accumulator', the argument 'parallel' must be one that sync_each_batch fits, but got {kind!r}. Give "
-            f"HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
+            f"For 'Accumulator', the argument 'parallel' must share the gradients of each micro batch for "
+            f"sync_each_batch, but got {kind!r}. Give HSDP(optimizer_level='level2')."
         )
     return kind
 
@@ -263,8 +261,8 @@ def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
         for parameter in optimizer.parameters:
             if id(parameter) in seen:
                 raise ValueError(
-                    f"For 'Accumulator', the argument 'optimizer' must be optimizers of different parameters, but got "
-                    f"{parameter.name!r} in two of them. Give each parameter to one optimizer."
+                    f"For 'Accumulator', the argument 'optimizer' must be a list of optimizers without common "
+                    f"parameters, but got {parameter.name!r} in two of them. Give each parameter to one optimizer."
                 )
             seen.add(id(parameter))
 
@@ -273,8 +271,8 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
     """Raise unless the gradients have the parameters' shapes, which are None for a loop that no graph can contain."""
     if expected is None:
         raise ValueError(
-            "For 'Accumulator', a call inside a compiled function must be one of a single network and optimizer "
-            "without a schedule, but got more. Call it from Python."
+            "For 'Accumulator', a compiled function must call an Accumulator of one network and one optimizer "
+            "without a schedule, but got another one. Call it from Python."
         )
     if [*found] != [*expected]:
         raise ValueError(
@@ -290,10 +288,13 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(
-            f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {type(grads).__name__}. "
-            f"{_FROM}"
-        )
+        got = type(grads).__name__
+        remedy = _FROM
+        if isinstance(grads, (tuple, list)):
+            got = f"a {got} of {listed([type(each).__name__ for each in grads], 3)}"
+            if isinstance(grads[-1], (tuple, list)):
+                remedy = "Take the loss apart: loss, grads = ..., and then accumulator(grads, weight, loss)."
+        raise TypeError(f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {got}. {remedy}")
     _check_shapes(_shapes_of(grads), _shapes_of(parameters))
     checked = []
     for grad in grads:
@@ -323,9 +324,9 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
     got = f"{len(groups)} for {len(networks)} networks"
     require(len(networks) == len(groups), _OWNER, "optimizer", "one per network", got, remedy)
     twice = "one of them twice"
-    remedy = "Nobody could tell its batches apart: put its losses into one cell."
+    remedy = "Put all losses of a network into one cell."
     require(_differ(networks), _OWNER, "network", "different networks", twice, remedy)
-    remedy = "Put losses that train the same weights into one cell."
+    remedy = "Put all losses of the same weights into one cell."
     differ = len(groups) == 1 or _differ(list(itertools.chain(*groups)))
     require(differ, _OWNER, "optimizer", "different optimizers", twice, remedy)
     return list(zip(networks, groups))
@@ -348,8 +349,8 @@ def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Se
     chosen = [each for each in networks if any(network is name for name in each.names)]
     if not chosen:
         raise ValueError(
-            f"For 'Accumulator', the argument 'network' must be one of its networks, but got "
-            f"{type(network).__name__}. Give a network that the Accumulator was built with."
+            f"For 'Accumulator', the argument 'network' must be a network of this Accumulator, but got "
+            f"{type(network).__name__}. Give one that it was built with."
         )
     return chosen
 
@@ -358,7 +359,7 @@ def only_of(
     networks: Sequence[TrainedNetwork],
     network: nn.Cell | None,
     owner: str = _OWNER,
-    remedy: str = "Say which one: backward(*batch, network=loss_cell).",
+    remedy: str = "Name it: backward(*batch, network=loss_cell).",
 ) -> TrainedNetwork:
     """Return the trainer of ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)

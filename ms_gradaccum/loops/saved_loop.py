@@ -46,9 +46,9 @@ class SavedLoop(Observed, nn.Cell):
         for parameter in self.get_parameters():
             if seen.setdefault(parameter.name, parameter) is not parameter:
                 raise ValueError(
-                    f"For 'Accumulator', the argument 'network or optimizer' must be one whose parameters have names "
-                    f"of their own, but got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = "
-                    f"'...', or use save_state() and load_state()."
+                    f"For 'Accumulator', the parameters of networks and optimizers must have different names, but "
+                    f"got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = '...', or use "
+                    f"save_state() and load_state()."
                 )
         replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
         return replaced

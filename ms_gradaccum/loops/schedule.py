@@ -13,13 +13,13 @@ from ms_gradaccum.training.window_length import Schedule, WindowLength, check_sc
 
 _OWNER = "AccumulationConfig"
 EARLY = (
-    "For 'Accumulator', the step() of a prepared scheduler must follow the update, but got it before, when it moves "
-    "nothing; MindSpore's own would move the rate. Call it after accumulator.step(), and move a scheduler ahead before "
-    "prepare()."
+    "For 'Accumulator', scheduler.step() came before the update and was ignored; MindSpore's own scheduler would "
+    "move the rate. Call it after accumulator.step(), and move a scheduler ahead before prepare()."
 )
 UNSEEN = (
-    "For 'Accumulator', a prepared scheduler does not see the updates of a compiled accumulator, so its step() moves "
-    "nothing. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is true."
+    "For 'Accumulator', scheduler.step() was ignored, because a prepared scheduler does not see the updates of a "
+    "compiled accumulator. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is "
+    "true."
 )
 
 
@@ -47,7 +47,7 @@ class AccumulationConfig:
             `accumulation_steps` are given.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from ms_gradaccum import AccumulationConfig
@@ -102,8 +102,8 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
         return config
     if config.accumulation_steps != 1:
         raise ValueError(
-            f"For '{owner}', the argument 'accumulation_steps' must be the same as that of config, but got "
-            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it in one place."
+            f"For '{owner}', the argument 'accumulation_steps' must be that of the config, but got "
+            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it only once."
         )
     return replace(config, accumulation_steps=accumulation_steps)
 

@@ -280,7 +280,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         RuntimeError: If it is called after another step was built with its optimizer.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -315,6 +315,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
+        self.network.set_grad(False)  # Its `construct` only evaluates.
         if isinstance(kind, SemiAuto):
             self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
             # The owner of the optimizers, the reducers and the loss scale. An Accumulator has one for each network.

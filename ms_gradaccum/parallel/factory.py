@@ -32,8 +32,8 @@ from ms_gradaccum.parallel.world import (
     tell_peers,
 )
 
-_ALIKE = "one with the same parameters on all processes"
-_EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
+_ALIKE = "a network with the same parameters on all processes"
+_EXPERTS = "For experts of single processes use AutoParallel or HyperParallel."
 # Attributes of every cell, those that this package sets, and what a weight decay implies.
 _SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))
 
@@ -44,8 +44,8 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         _check_not_reduced(owner, network)
     if in_semi_auto() and not can_partition():
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be outside semi-auto-parallel mode on CPU, but got a context "
-            f"in that mode. Call mindspore.reset_auto_parallel_context() first."
+            f"For '{owner}', semi-auto-parallel mode does not train on CPU, but got a context in that mode. Call "
+            f"mindspore.reset_auto_parallel_context() first."
         )
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
@@ -58,7 +58,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         if parallel != "auto":
             raise ValueError(
                 f"For '{owner}', the argument 'parallel' must be 'auto' in semi-auto-parallel, but got {parallel!r}. "
-                f"The compiler partitions the step here; give the cell inside AutoParallel for another way."
+                f"The compiler partitions the step here; give the cell inside AutoParallel for another kind."
             )
         return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
@@ -80,16 +80,14 @@ def _check_not_reduced(owner: str, network: nn.Cell) -> None:
     for _, cell in network.cells_and_names():
         if type(cell).__name__ == "DistributedDataParallel":
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be one whose gradients nothing else adds up over the "
-                f"processes, but got a DistributedDataParallel in it. Give the network in it: parallel='auto' adds "
-                f"them up."
+                f"For '{owner}', the argument 'network' must not reduce its gradients itself, but got a "
+                f"DistributedDataParallel. Give the network inside it: parallel='auto' reduces them."
             )
     dtensors = [parameter.name for parameter in network.get_parameters() if hasattr(parameter, "placements")]
     if dtensors:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be one without DTensors, whose operators communicate, but got "
-            f"the DTensors {listed(dtensors, 3)}. Use hsdp() in place of fully_shard() and shard_module(), or HSDP of "
-            f"this package."
+            f"For '{owner}', networks with DTensors are not supported, but got {listed(dtensors, 3)}. Use hsdp() in "
+            f"place of fully_shard() and shard_module(), or HSDP of this package."
         )
 
 
@@ -150,9 +148,9 @@ def _warn_of_a_sum(owner: str, ranks: int) -> None:
     is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
     if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
         warn(
-            f"For '{owner}', an update has the mean gradient of all processes, but MindSpore's own step in "
-            f"'data_parallel' without gradients_mean=True has {ranks} times that. Give "
-            f"set_auto_parallel_context(gradients_mean=True) for the same in both."
+            f"For '{owner}', an update uses the mean gradient of all processes, but MindSpore's own step without "
+            f"gradients_mean=True uses {ranks} times that. Call set_auto_parallel_context(gradients_mean=True) for "
+            f"the same in both."
         )
 
 
@@ -168,8 +166,8 @@ def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for parameter, is_decayed in zip(optimizer.parameters, optimizer.decay_flags):
         if is_decayed and id(parameter) in tables:
             warn(
-                f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but in MindSpore's own "
-                f"step on those that a batch reads, once for each time. Give it a group with 'weight_decay': 0.0."
+                f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but MindSpore's own "
+                f"step decays only the rows that a batch reads. Give it a group with 'weight_decay': 0.0."
             )
 
 
@@ -179,8 +177,8 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
     lookup = sparse_lookup(network)
     if lookup is not None:
         raise ValueError(
-            f"For '{owner}', the argument 'bad_micro_batch' must be 'skip_window' where a gradient is sparse, but got "
-            f"'drop' with a sparse lookup in {lookup}. Use nn.Embedding."
+            f"For '{owner}', the argument 'bad_micro_batch' must be 'skip_window' for sparse gradients, but got "
+            f"'drop' and a sparse lookup in {lookup}. Use nn.Embedding."
         )
 
 
@@ -229,8 +227,8 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
     """Raise if the ranks cannot reduce these gradients."""
     if ms.bfloat16 in dtypes and not sends_bfloat16():
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be one whose reduce_dtype the device can send, but "
-            f"got bfloat16 on CPU. Use float32, or float16 to halve the messages."
+            f"For '{owner}', the argument 'mixed_precision' must have a reduce_dtype of float32 or float16 on CPU, "
+            f"but got bfloat16. float16 halves the messages."
         )
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
@@ -238,16 +236,16 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
     lookup = sparse_lookup(network)
     if kind.sync_each_batch and lookup is not None:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be one of dense gradients where the ranks share them in each "
-            f"micro batch, but got a sparse lookup in {lookup}. Use nn.Embedding, DataParallel() or "
+            f"For '{owner}', the argument 'network' must have dense gradients if the ranks share them in each micro "
+            f"batch, but got a sparse lookup in {lookup}. Use nn.Embedding, DataParallel() or "
             f"HSDP(optimizer_level='level1')."
         )
     if kind.shard_size != 1:
         check_shardable(optimizer)
     if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
         warn(
-            f"For '{owner}', the weights stay whole on each rank: 'level3' behaves like 'level2' here. Only the "
-            f"compiler shards weights, inside AutoParallel on Ascend or GPU."
+            f"For '{owner}', 'level3' behaves like 'level2' here: each rank keeps whole weights. Only the compiler "
+            f"shards weights, inside AutoParallel on Ascend or GPU."
         )
 
 
@@ -269,9 +267,9 @@ def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
             raise ValueError(argument_error(owner, "network", _ALIKE, got, _EXPERTS))
         if parameter.dtype == ms.float64:
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be one without float64 parameters in several processes, "
-                f"but got {parameter.name!r} of float64. MindSpore's AllReduce knows no float64: use float32, or one "
-                f"process."
+                f"For '{owner}', the argument 'network' must have no float64 parameters in several processes, but "
+                f"got {parameter.name!r} of float64. MindSpore's AllReduce does not support float64: use float32, or "
+                f"one process."
             )
 
 
@@ -280,8 +278,8 @@ def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -
     found = NetworkCode(value).reductions()
     if found and found[0] not in NetworkCode(network.network).reductions():
         warn(
-            f"For '{owner}', {what} calls {found[0]}, but the step reduces the gradients of all ranks already: they "
-            f"would be added up twice. Leave it out."
+            f"For '{owner}', {what} calls {found[0]}, but the step reduces the gradients of all ranks already. "
+            f"Remove that call: the gradients would be added up twice."
         )
 
 
@@ -301,19 +299,19 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         sent = _sent_forward(network)
         # Networks whose gradients come reduced have shards, which may differ.
         if sent and not isinstance(kind, Reduced):
-            got = f"other values where its forward pass has {listed(sent, 1)}"
+            got = f"different values, and {listed(sent, 1)} in its forward pass"
             remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
             raise ValueError(argument_error(owner, "network", _ALIKE, got, remedy))
         broadcast_parameters(tensors)
         warn(
-            f"For '{owner}', the ranks started with different parameters or buffers: those of rank 0 are used. "
-            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
+            f"For '{owner}', the ranks started with different parameters or buffers: all ranks now use those of rank "
+            f"0. Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
         )
     if have_other_constants and not _sent_forward(network):
         warn(
-            f"For '{owner}', the ranks have different values in a tensor of the network that is no parameter (one of "
-            f"{listed(list(constants), 3)}): each trains another network. Call mindspore.set_seed() with the same seed "
-            f"on all ranks before it is built, or make it a buffer."
+            f"For '{owner}', the ranks have different values in a tensor of the network (one of "
+            f"{listed(list(constants), 3)}), so each rank trains another network. Call mindspore.set_seed() with the "
+            f"same seed on all ranks before the network is built, or make the tensor a buffer."
         )
 
 

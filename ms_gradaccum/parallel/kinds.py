@@ -27,7 +27,7 @@ class DataParallel:
         ValueError: Later, if an optimizer looks at whole parameters, with `sync_each_batch`.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``CPU``
 
     Examples:
         >>> from ms_gradaccum import DataParallel
@@ -73,7 +73,7 @@ class HSDP:
         ValueError: If an argument is out of range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``CPU``
 
     Examples:
         >>> from ms_gradaccum import HSDP
@@ -121,7 +121,7 @@ class Reduced:
         TypeError: If an argument is not a bool.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``CPU``
 
     Examples:
         >>> from ms_gradaccum import Reduced

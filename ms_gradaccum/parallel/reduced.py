@@ -26,12 +26,13 @@ from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
-    "For '{owner}', a network that reduces its gradients in the last micro batch of a window must know it beforehand, "
-    "but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave enable_grad_accumulation out."
+    "For '{owner}', the network reduces its gradients in the last micro batch of a window and must know it "
+    "beforehand, but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave "
+    "enable_grad_accumulation out."
 )
 UNSAVED = (
-    "For '{owner}', a state must be saved right after an update where the network adds up its gradients itself, but "
-    "got an open window. Leave enable_grad_accumulation out."
+    "For '{owner}', a network that accumulates its own gradients must be saved right after an update, but got an "
+    "open window. Leave enable_grad_accumulation out."
 )
 
 
@@ -47,8 +48,8 @@ def check_hooks_run(owner: str, eager: bool) -> None:
     """Raise if a network runs as a graph, which would not call the hooks that reduce its gradients."""
     if not eager:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be run op by op for hooks that reduce its gradients, but got "
-            f"a graph, which calls none. Call set_context(mode=PYNATIVE_MODE)."
+            f"For '{owner}', the hooks of the network reduce its gradients, but got a graph, which calls no hooks. "
+            f"Call set_context(mode=PYNATIVE_MODE)."
         )
 
 
@@ -62,35 +63,35 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
     kind = parallel if isinstance(parallel, Reduced) else Reduced()
     if kind.mean:
         raise ValueError(
-            f"For '{owner}', the argument 'parallel' must be 'auto' for a network of hsdp(), which says itself how it "
-            f"scales, but got {parallel!r}. Leave it out."
+            f"For '{owner}', the argument 'parallel' must be 'auto' for a network of hsdp(), but got {parallel!r}. "
+            f"Leave it out."
         )
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
         if not all(hasattr(each, name) for name in _PROTOCOL) or not hasattr(each.config, "grad_scale"):
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be one of hsdp(), which says how it reduces, but got a "
-                f"{type(each).__name__}, which does not. Use hsdp() in place of fully_shard()."
+                f"For '{owner}', the argument 'network' must come from hsdp(), but got a {type(each).__name__} of "
+                f"another function. Use hsdp() in place of fully_shard()."
             )
     scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
     if len(scales) > 1:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be one with one grad_scale and enable_grad_accumulation, but "
-            f"got {sorted(scales)}. Give each part of the network the same ones."
+            f"For '{owner}', the argument 'network' must have one grad_scale and one enable_grad_accumulation, but "
+            f"got {sorted(scales)}. Give all its parts the same settings."
         )
     for parameter in network.trainable_params():
         if not parameter.hooks():
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be one that reduces all its gradients over all processes, "
-                f"but got {parameter.name!r}, which has no hook that reduces it. Give the whole network to hsdp()."
+                f"For '{owner}', the argument 'network' must reduce all its gradients over the processes, but got "
+                f"{parameter.name!r} without a hook for it. Give the whole network to hsdp()."
             )
     try:
         for each in schedulers:
             each.zero_grads()
     except RuntimeError as error:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be one that adds up its gradients with operators of this "
-            f"device, but got {first_line(error)}. Leave enable_grad_accumulation out."
+            f"For '{owner}', the argument 'network' must accumulate its gradients with operators of this device, but "
+            f"got {first_line(error)}. Leave enable_grad_accumulation out."
         ) from error
     return kind
 
@@ -99,8 +100,8 @@ def check_not_late(owner: str, network: nn.Cell) -> None:
     """Raise if a network reduces its gradients although its training step was built for one that does not."""
     if schedulers_of(network):
         raise RanksDiffer(
-            f"For '{owner}', hsdp() must come before the optimizer and the training step, but got it afterwards. Call "
-            f"hsdp() first: the step would add up the gradients once more."
+            f"For '{owner}', hsdp() must come before the optimizer and the training step, but got it afterwards. "
+            f"Call hsdp() first, or the gradients are added up twice."
         )
 
 
@@ -133,8 +134,8 @@ class ReducedReducer(DataParallelReducer):
         counts = gather_counts("begins a batch", micro_batches)
         if len(set(counts)) > 1:
             raise ValueError(
-                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
-                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
+                f"For 'GradAccumulation', a network that communicates must have equally many micro batches on all "
+                f"ranks, but got {counts}. Give each rank as many batches, of at least micro_size rows."
             )
         return micro_batches
 
@@ -147,8 +148,8 @@ class ReducedReducer(DataParallelReducer):
         differ_here = self.accumulates and len(set(self.factors)) > 1
         if differ_here or len(set(hashes)) > 1:
             raise ValueError(
-                f"For '{owner}', the argument 'weight' must be the same for all means that the network adds up, but "
-                f"got {self.factors} on this rank. Differentiate sums and give reduction='sum'."
+                f"For '{owner}', the argument 'weight' must be the same for all batches of a window whose means the "
+                f"network adds up, but got {self.factors} on this rank. Differentiate sums and give reduction='sum'."
             )
 
     def begin_micro_batch(self, is_last: bool) -> None:
@@ -196,6 +197,6 @@ def check_state(owner: str, optimizer: nn.Cell) -> None:
         for item, parameter in zip(value, parameters):
             if item.ndim == parameter.ndim and item.shape != parameter.shape:
                 raise ValueError(
-                    f"For '{owner}', the argument 'optimizer' must be one of the network's shards, but got the state "
-                    f"{item.name!r} of shape {tuple(item.shape)}. Build it after hsdp() has cut the parameters."
+                    f"For '{owner}', the argument 'optimizer' must be built from the network's shards, but got the "
+                    f"state {item.name!r} of shape {tuple(item.shape)}. Build it after hsdp() has cut the parameters."
                 )

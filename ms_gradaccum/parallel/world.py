@@ -27,7 +27,7 @@ from ms_gradaccum.backend.tensors import Array
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 _MARK = 0x6D736761  # The first word of each exchange. Gradients have another one.
 _LONGEST = 64  # The bytes that say what a rank is doing, in the message that follows a difference.
-_UNLIKE = "For 'TrainOneStepCell', the ranks must do the same in the same order, but"
+_UNLIKE = "For 'TrainOneStepCell', the ranks made different calls:"
 _ALL = "Make the same calls on all ranks."
 _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
@@ -223,7 +223,7 @@ def check_equal(parameters: Iterable[Parameter]) -> None:
     if ranks:
         raise RanksDiffer(
             f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
-            f"from rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
+            f"from rank 0. Look for code that changes weights outside the optimizer, or on some ranks alone."
         )
 
 
@@ -249,8 +249,8 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(map(str, widths))
         raise ValueError(
-            f"For 'GradCacheLoss', outputs and labels must have as many bytes in a row on all ranks, but got {got}. "
-            f"Pad their other axes to one length."
+            f"For 'GradCacheLoss', a row of outputs and labels must have the same number of bytes on all ranks, but "
+            f"got {got}. Pad their other axes to one length."
         )
     received = _gather_bytes(b"".join(array.tobytes() for array in arrays), counts.astype(np.int64) * widths)
     whole = []
@@ -284,9 +284,8 @@ def tell_peers(owner: str, world: World) -> None:
         for log in set(own.parent.glob("worker_*.log")) - {own}:
             with suppress(OSError), log.open("a") as file:
                 file.write(
-                    f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
-                    f"{kind.__name__}: {first_line(error)} Look at the end of {own}; the lines below are "
-                    f"consequences of the lost connection.\n"
+                    f"\nFor '{owner}', rank {world.rank} has ended with {kind.__name__}: {first_line(error)} See the "
+                    f"end of {own}; the lines below are consequences of the lost connection.\n"
                 )
 
     sys.excepthook = hook

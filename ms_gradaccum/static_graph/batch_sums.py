@@ -58,7 +58,7 @@ def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: in
     if len(rows) != micro_size or count % micro_size != 0:
         raise ValueError(
             f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
-            f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
+            f"devices in semi-auto-parallel, but got {micro_size}. Choose another micro_size, or drop the last rows."
         )
     is_cut = [axis is not None and micro_size > 1 for axis in axes]
     bounds = [[_bound(shape, *part) if each else None for each, shape in zip(is_cut, shapes)] for part in rows]

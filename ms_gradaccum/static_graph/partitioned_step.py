@@ -100,8 +100,8 @@ class PartitionedStep(Step):
     def join(self) -> StepOutput:
         """Raise: in semi-auto-parallel a batch belongs to all devices."""
         raise RuntimeError(
-            f"For '{self.events.owner}', each device must have as many batches as the others in semi-auto-parallel, "
-            f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
+            f"For '{self.events.owner}', all devices must have equally many batches in semi-auto-parallel, but got "
+            f"join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:

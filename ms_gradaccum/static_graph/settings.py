@@ -55,21 +55,21 @@ def check_step(
         remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         raise _error("bad_micro_batch", "'skip_window'", "'drop'", remedy)
     if not (clip is None or clip.has_one_factor or isinstance(clip, ClipByValue)):
-        raise _error("clip", "one for all", repr(clip), "Use ClipByGlobalNorm or ClipByValue.")
+        raise _error("clip", "one limit for all parameters", repr(clip), "Use ClipByGlobalNorm or ClipByValue.")
     if skip_above is not None:
         remedy = "Use DataParallel() or HSDP() of this package."
         raise _error("skip_above", "None", skip_above, remedy)
     names = [parameter.name for parameter in optimizer.parameters]
     if set(reduce_dtypes(dtype, names)) != {ms.float32}:
         remedy = "The compiler chooses what it sends."
-        raise _error("mixed_precision", "one of float32 messages", f"reduce_dtype={dtype}", remedy)
+        raise _error("mixed_precision", "one with float32 messages", f"reduce_dtype={dtype}", remedy)
     trained = {id(parameter) for parameter in optimizer.parameters}
     left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
     if network.splits and left_out:
         # The compiler expects an accumulator for each trainable parameter.
-        got = f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
-        remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
-        raise _error("optimizer", "one of all trainable parameters", got, remedy)
+        got = f"{len(left_out)} parameters without it, first {left_out[0]!r}"
+        remedy = "Set requires_grad = False on the others before the step is built."
+        raise _error("optimizer", "an optimizer of all trainable parameters", got, remedy)
     _warn_of_messages()
 
 
@@ -82,9 +82,9 @@ def _warn_of_messages() -> None:
     # In a simulation, the device is a CPU.
     if not reduces_in_order(this_device()) and not launches_block():
         warn(
-            "For 'TrainOneStepCell', the messages of a semi-auto-parallel step must wait for the values that they "
-            "send, but on GPU they do not in MindSpore 2.10, and parameters can become wrong, with MindSpore's own "
-            "step, too. Call mindspore.runtime.launch_blocking() first, or use DataParallel() or HSDP()."
+            "For 'TrainOneStepCell', a semi-auto-parallel step on GPU may send values too early in MindSpore 2.10, "
+            "so that parameters become wrong, with MindSpore's own step too. Call mindspore.runtime.launch_blocking() "
+            "first, or use DataParallel() or HSDP()."
         )
 
 
@@ -119,13 +119,13 @@ def compiling(kind: SemiAuto) -> Iterator[None]:
             init_auto_parallel_context(kind.auto_parallel)
         yield
     except RuntimeError as error:
-        if "Cannot find micro info" not in str(error):
+        if "Cannot find micro info" not in f"{error}{error.__cause__}":
             raise
         # The compiler assumes that the backward pass of the first operator with a parameter ends a micro batch. A cast
         # to 16 bits is shared by all micro batches, so the compiler finds no micro batch for it.
-        rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
+        rule = "a network with its first weight in float32, in semi-auto-parallel"
         remedy = "Keep its first layer in float32, or build it with lazy_inline."
-        raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
+        raise ValueError(argument_error(_OWNER, "network", rule, "a cast to 16 bits", remedy)) from error
     finally:
         if is_outside:
             clear_auto_parallel_context(kind.auto_parallel)
@@ -142,7 +142,7 @@ def forget_accumulation() -> None:
 def require_partition() -> None:
     """Raise if a partitioned step is compiled with other settings than it was built for."""
     if not in_semi_auto():
-        got = "a graph around it that is compiled without the settings of its AutoParallel"
+        got = "a graph around it, compiled without the settings of its AutoParallel"
         remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
         raise ValueError(argument_error(_OWNER, "network", "compiled as the outermost cell", got, remedy))
     _check_context(None)

@@ -119,7 +119,7 @@ def find_micro_size(
             process that imports the program gets to this call.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from ms_gradaccum import find_micro_size

@@ -52,7 +52,7 @@ class TrainingPlan:
         ValueError: If an argument is out of range, `global_batch` cannot be reached, or a rank has no batch.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn

@@ -197,8 +197,8 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
         )
     if not train_step.events.has_listener(callback):
         raise ValueError(
-            f"For '{owner}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
-            f"for that. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
+            f"For '{owner}', the training step does not report its updates to this callback, because the Model is "
+            f"MindSpore's. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
         )
 
 

@@ -37,16 +37,16 @@ _OWNER = "GradAccumulation"
 _OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
 _SPLIT_THEMSELVES = {
     **dict.fromkeys(_OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."),
-    "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
+    "PipelineCell": "Give the cell inside it; only MindSpore's own step trains pipelines.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
 _OTHER_STEP = (
-    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
-    "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
+    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: the gradient is right, but the "
+    "activations of all micro batches stay in memory. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
 )
 _LOSSES_REMEDY = (
-    "'sum' trains the sum of all losses that network returns, 'first' the first alone, and so does a tuple with the "
-    "names of the others."
+    "'sum' trains the sum of all losses, 'first' only the first; a tuple names the losses after the first, which is "
+    "trained alone."
 )
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
 _WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
@@ -105,7 +105,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             something else than described.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops
@@ -140,7 +140,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         refuse_unknown(_OWNER, GradAccumulation.__init__, unknown)
-        remedy = "Put what it does into the construct of network, the loss cell."
+        remedy = "Move its code into the construct() of the loss cell."
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
         self.network = network = check_cell(_OWNER, "network", network, remedy)
@@ -259,7 +259,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
+                f"For '{_OWNER}', the inputs do not fit the network's construct{self._signature}: {error}. "
                 f"{how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
@@ -280,7 +280,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         return tuple(bound.args)
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
-        if self.training:
+        # MindSpore's step sets the second one, and ours takes it back.
+        if self.training or self.requires_grad:
             warn_in_graph(_OTHER_STEP)
         if self.needs_all_rows or not self.training:
             return self.network(*inputs)
@@ -354,9 +355,8 @@ def _check_inside(network: nn.Cell) -> None:
         for base in type(cell).__mro__:
             if base.__module__.startswith("mindspore.") and base.__name__ in _SPLIT_THEMSELVES:
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'network' must be a network that does not split its batches itself, "
-                    f"but got MindSpore's {name}, which returns the sum of the losses of its parts. "
-                    f"{_SPLIT_THEMSELVES[base.__name__]}"
+                    f"For '{_OWNER}', the argument 'network' must not split its batches itself, but got MindSpore's "
+                    f"{name}, which returns the sum of its parts' losses. {_SPLIT_THEMSELVES[base.__name__]}"
                 )
         if isinstance(cell, nn.TrainOneStepCell):
             raise ValueError(
@@ -369,15 +369,18 @@ def _check_inside(network: nn.Cell) -> None:
                 f"has the optimizer {name}. Give the loss cell inside it, and the optimizer to the step or the Model."
             )
         if isinstance(cell, GradAccumulation):
+            remedy = f"Put it outside: GradAccumulation({type(network).__name__}(...), {cell.micro_size})."
+            if cell is network:
+                remedy = "Use one, with the product of both micro_size."
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be a network without GradAccumulation, but got one "
-                f"inside. Use one, with the product of the two micro_size."
+                f"For '{_OWNER}', the argument 'network' must not contain GradAccumulation, but got one in "
+                f"{type(network).__name__}. {remedy}"
             )
         if isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss):
             raise ValueError(
                 f"For '{_OWNER}', the argument 'network' must be the {name} itself, but got {type(network).__name__} "
-                f"with one inside, whose loss would be that of each micro batch. Put what is around it into its "
-                f"backbone or its loss_fn."
+                f"around one, which would see each micro batch alone. Move the code around it into its backbone or "
+                f"its loss_fn."
             )
 
 
@@ -419,7 +422,7 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
     if weighted and returned and weighted != returned:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, which the network says of itself, but got "
+            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, as the network itself declares, but got "
             f"{weighted!r}. Leave it out."
         )
     return weighted or returned
@@ -432,8 +435,8 @@ def _check_losses(losses: Any, weighted: Weighted) -> None:
         names = [name for name in losses if isinstance(name, str) and name]
         if not losses or len(set(names)) < len(losses):
             raise ValueError(
-                f"For '{_OWNER}', a tuple as 'losses' must have a name of its own for each scalar that 'network' "
-                f"returns after its loss, but got {losses!r}. For example losses=('cls', 'box')."
+                f"For '{_OWNER}', the argument 'losses' must have a different name for each scalar after the loss, "
+                f"but got {losses!r}. For example losses=('cls', 'box')."
             )
         return
     check_choice(_OWNER, "losses", losses, ("sum", "first"), _LOSSES_REMEDY)
@@ -448,12 +451,12 @@ _split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
-    "cached": "a GradCacheLoss must be trained by a step that is called from Python, but got one inside a larger "
-    "graph, as in data sink mode. Call the step from Python, with dataset_sink_mode=False.",
-    "tokens": "micro_tokens needs a step that is called from Python, but got one inside a larger graph, as in data "
-    "sink mode, which knows no lengths of rows. Call the step from Python, with dataset_sink_mode=False.",
-    "open": "the inputs inside a larger graph must have known shapes, but got one whose lengths are open. Give "
-    "set_inputs() whole shapes, or call the training step from Python.",
+    "cached": "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the step from "
+    "Python, with dataset_sink_mode=False.",
+    "tokens": "micro_tokens cannot be used inside a larger graph, as in data sink mode. Call the step from Python, "
+    "with dataset_sink_mode=False.",
+    "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
+    "full shapes, or call the training step from Python.",
 }
 
 

@@ -93,9 +93,8 @@ class BuiltSteps:
             lookup = sparse_lookup(self.network)
             if lookup is not None:
                 raise ValueError(
-                    f"For '{self.settings.owner}', the argument 'network' must be one of dense gradients in PYNATIVE "
-                    f"mode, where MindSpore forgets the rows of sparse ones, but got a sparse lookup in {lookup}. Use "
-                    f"nn.Embedding, or give compile=True."
+                    f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
+                    f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
                 )
             parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, kind.is_empty)
             self.eager[kind] = EagerMicroStep(self.settings.owner, parts, kind.is_last)
@@ -106,9 +105,9 @@ class BuiltSteps:
         name = named_tuple_in(structure)
         if name:
             raise ValueError(
-                f"For '{self.settings.owner}', the argument 'compile' must be None for inputs that no graph takes, but "
-                f"got its inputs hold {name}, a NamedTuple, which loses its gradient in a graph. Give a tuple or a "
-                f"dict, or leave compile out."
+                f"For '{self.settings.owner}', the argument 'compile' must be None for this batch, but got True and "
+                f"{name}, a NamedTuple, which loses its gradient in a graph. Give a tuple or a dict, or leave compile "
+                f"out."
             )
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
@@ -323,6 +322,6 @@ def _check_reduced(settings: StepSettings) -> None:
     ):
         if is_given:
             raise ValueError(
-                f"For '{settings.owner}', the argument '{name}' must be {rule} where gradients come reduced, but got "
-                f"something else. Leave it out, and convert a network before hsdp() cuts it."
+                f"For '{settings.owner}', the argument '{name}' must be {rule} for a network that reduces its own "
+                f"gradients. Leave it out; convert a network before hsdp() cuts it."
             )

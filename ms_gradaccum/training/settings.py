@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, ge
 from mindspore import nn
 
 from ms_gradaccum._checks import (
+    LOSS_INSIDE,
     check_bool,
     check_choice,
-    check_type,
     require,
+    typed,
 )
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import Clip, ClipChoice, check_clip
@@ -109,7 +110,7 @@ class StepSettings:
         every: StepOptions = {**_DEFAULTS, **options}
         bad_micro_batch = every["bad_micro_batch"]
         remedy = (
-            "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
+            "'skip_window' skips the update of a window with an Inf or a NaN, 'drop' leaves out only its micro batch."
         )
         check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy)
         remedy = "False trains without measuring the loss of the first batches."
@@ -147,12 +148,14 @@ class StepSettings:
 
 def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None:
     """Raise unless the further arguments of MindSpore's cell have their default values."""
-    remedy = (
-        "Give mixed_precision=FixedLossScaleManager(1024.0, False), for example, which divides the gradient by the "
-        "scale again, and an optimizer without a loss_scale."
-    )
-    if sens is not None:
-        check_type(owner, "sens", sens, (int, float), "None or 1.0", remedy)
-        require(sens == 1, owner, "sens", "None or 1.0", sens, remedy)
+    is_number = isinstance(sens, (int, float)) and not isinstance(sens, bool)
+    if sens is not None and not (is_number and sens == 1):
+        remedy = "For a loss scale give mixed_precision=FixedLossScaleManager(1024.0, False), for example."
+        if isinstance(sens, nn.Cell):
+            remedy = LOSS_INSIDE
+        elif is_number and isinstance(sens, int):
+            remedy = f"Did you mean accumulation_steps={sens}? {remedy}"
+        kind = ValueError if is_number else TypeError
+        raise kind(f"For '{owner}', the argument 'sens' must be None or 1.0, but got {typed(sens)}. {remedy}")
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     require(not check_bool(owner, "return_grad", return_grad, remedy), owner, "return_grad", "False", True, remedy)

@@ -195,8 +195,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return the loss as a NumPy array."""
         if self.loss is None:
             raise TypeError(
-                "For 'Accumulator', the argument 'loss' must be given with the gradients where it is asked for, but "
-                "got None. Call accumulator(grads, weight, loss)."
+                "For 'Accumulator', the report has no loss, because the argument 'loss' was not given. Call "
+                "accumulator(grads, weight, loss)."
             )
         loss: _Loss = self.loss.asnumpy()
         return loss

@@ -149,11 +149,11 @@ class EagerUpdate:
         kind = type(self.optimizer)
         if kind.__module__.startswith("mindspore.mint.") and not has_mint_optimizers():
             does = "changes nothing on CPU in PYNATIVE mode"
-            remedy = "Take one of mindspore.nn or mindspore.experimental, or give compile=True, with which it trains."
+            remedy = "Use an optimizer of mindspore.nn or mindspore.experimental, or compile=True."
             if kind.__name__ == "AdamW":
                 does = "has no kernel on CPU"
-                remedy = "Take one of mindspore.nn or mindspore.experimental."
-            warn(f"For '{owner}', {kind.__name__} of mindspore.mint {does}, also in MindSpore's own step. {remedy}")
+                remedy = "Use an optimizer of mindspore.nn or mindspore.experimental."
+            warn(f"For '{owner}', {kind.__name__} of mindspore.mint {does}, in MindSpore's own step too. {remedy}")
 
     def __call__(self, norm: Tensor, *limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(norm, *limit)

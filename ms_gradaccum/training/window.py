@@ -131,8 +131,8 @@ class Window:
         """Add one batch, maybe the last of its window. A ``weight`` of the caller takes the place of its rows."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
-                f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
-                f"under way. Hold a lock around each batch, or give each thread a step and a network of its own."
+                f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
+                f"batch, or give each thread its own step and network."
             )
         progress = BatchProgress()
         try:

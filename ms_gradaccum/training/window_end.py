@@ -28,8 +28,8 @@ MAX_OVERFLOWS = 100
 def unraised(owner: str) -> str:
     """Return the warning of a graph that cannot raise the error of `broken_gradient`."""
     return (
-        f"For '{owner}', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN end a training, but a larger graph "
-        f"cannot raise an error here. Look at the outputs' `overflow`."
+        f"For '{owner}', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} windows in a row with "
+        f"an Inf or a NaN do not end the training. Watch the outputs' `overflow`."
     )
 
 
@@ -149,13 +149,13 @@ class WindowEnd(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.loss_scale = settings.precision.loss_scale
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.reduction = WindowReduction(settings.owner, optimizer, reducer, self.loss_scale)
+        loss_scale = settings.precision.loss_scale
+        self.reduction = WindowReduction(settings.owner, optimizer, reducer, loss_scale)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, self.loss_scale))
+        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, loss_scale))
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -195,7 +195,7 @@ class WindowEnd(nn.Cell):
             else:
                 warn_in_graph(self.unraised)
         clipped_norm = self.update.keep_storage(clipped_norm)
-        clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
+        clipped_norm = ops.depend(clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:
             updated = self.progress(updated, before, clipped_norm)
         report["updated"] = updated
@@ -223,8 +223,8 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.reduction.owner}', the argument 'optimizer' must be one whose parameters stay the same, "
-                f"but got {count} where it had {known}. Build a new step after add_param_group()."
+                f"For '{self.reduction.owner}', the argument 'optimizer' must keep its {known} parameters, but got "
+                f"{count}. Build a new step after add_param_group()."
             )
         self.is_eager = runs_eagerly(self.updates.compiles)
         return self.reduction.run(self.is_eager)
@@ -332,8 +332,8 @@ class WindowEnds:
 
     def _warn_of_half_an_update(self, number: int) -> None:
         warn(
-            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed, but "
-            f"those before it have updated already, and the window is gone. Load a state from before it."
+            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed "
+            f"after those before it, and the window is lost. Load an earlier state."
         )
 
     def _skip(self) -> list[StepOutput]:
@@ -388,7 +388,7 @@ def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, 
 def broken_gradient(owner: str) -> str:
     """Return the error text for a training that makes no more updates."""
     return (
-        f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
-        f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
-        f"data and the loss, lower the learning rate, or use float32."
+        f"For '{owner}', the gradient was Inf or NaN in each of the last {MAX_OVERFLOWS} windows, and none of them "
+        f"made an update. The weights are those of the last update. Look for NaN in the data and the loss, lower the "
+        f"learning rate, or use float32."
     )

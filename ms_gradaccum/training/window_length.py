@@ -80,7 +80,7 @@ class WindowLength:
             return check.check_positive_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
         if epoch is None:
             raise ValueError(
-                f"For '{self.owner}', the argument '{self.name}' counts epochs, which takes a Model or a prepared "
+                f"For '{self.owner}', the argument '{self.name}' counts epochs and needs a Model or a prepared "
                 f"dataset, but got a batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates "
                 f"with a function, or samples with BySamples."
             )
@@ -113,8 +113,8 @@ def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None
     check.check_type(owner, name, milestones, dict, "a dict", remedy)
     check.require(milestones, owner, name, _RULE, "an empty dict", remedy)
     for key, steps in milestones.items():
-        check.check_type(owner, name, key, int, "a dict whose keys are ints", remedy)
-        check.require(key >= 0, owner, name, "a dict whose keys are not negative", key, remedy)
+        check.check_type(owner, name, key, int, "a dict with ints as keys", remedy)
+        check.require(key >= 0, owner, name, "a dict with keys of at least 0", key, remedy)
         check.check_positive_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
 from open_window import silent_advisor
+from refusal import refuses, warns
 from test_loss_measurement import everything_trained
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, TrainOneStepCell
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = X[:, :1] * 2 - X[:, 1:2]
-FAILED = "For 'TrainOneStepCell', a check that only warns has failed, but the training goes on: OSError: broken"
+FAILED = "a check that only warns has failed with OSError: broken"
 
 
 def dense():
@@ -68,17 +69,19 @@ def test_an_error_inside_it_is_one_warning_and_the_training_is_the_same(kind, na
     losses, weights, said = trained()
     assert said == []
     monkeypatch.setattr(kind, name, breaks)
-    assert trained() == (losses, weights, [FAILED])
+    *found, (said,) = trained()
+    assert found == [losses, weights] and FAILED in said
 
 
 def test_an_error_in_the_explanation_of_a_skipped_window_is_one_too(monkeypatch):
     monkeypatch.setattr(SkippedWindows, "note", breaks)
-    assert trained(X * np.inf, windows=1)[2] == [FAILED]
+    (said,) = trained(X * np.inf, windows=1)[2]
+    assert FAILED in said
 
 
 def test_an_error_in_the_explanation_of_an_error_leaves_the_error_as_it_is(monkeypatch):
     monkeypatch.setattr("ms_gradaccum.advice.advisor.explain_split", breaks)
-    with pytest.warns(GradAccumulationWarning, match="has failed, but the training goes on: OSError: broken"):
+    with warns(FAILED):
         with pytest.raises(ValueError, match="(?s)^(?!.*broken)"):
             step_of(dense())(Tensor(X), Tensor(np.ones((8, 1, 3, 2), np.float32)))
 
@@ -118,7 +121,7 @@ def test_a_silent_one_says_nothing_but_explains_errors(silent):
 
     cell = Masked()
     step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
-    with pytest.raises(Exception, match="may be split by mistake"):
+    with refuses(Exception, "may be split"):
         step(Tensor(X), Tensor(square))
 
 
@@ -127,7 +130,7 @@ def test_gradients_of_a_loop_are_seen_where_nothing_else_is_left_to_see(monkeypa
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 2)
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     monkeypatch.setattr(GradientWatch, "note", breaks)
-    with pytest.warns(GradAccumulationWarning, match="For 'Accumulator', a check that only warns has failed") as caught:
+    with warns("check that only") as caught:
         for _ in range(4):
             loss, grads = grad_fn(Tensor(X), Tensor(Y))
             accumulator(grads, 8, loss)

@@ -11,6 +11,7 @@ from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.api import _pynative_executor
 from open_window import buffer_of, compiled_micro_steps, window_of
+from refusal import refuses
 from step_probe import KeepGradients, compilations, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -213,14 +214,8 @@ def test_a_construct_without_self_is_named_with_its_line():
     cell = nn.SequentialCell(Unnamed())[0]
     step = TrainOneStepCell(cell, nn.SGD(cell.trainable_params(), 0.1))
     line = Unnamed.construct.__code__.co_firstlineno
-    sentence = (
-        f"For 'TrainOneStepCell', MindSpore must be able to compile the network, but got a construct of Unnamed at "
-        f"{__file__}:{line} with 'this' first. No parameter was changed. Call it 'self', the only name for it that the "
-        f"compiler knows."
-    )
-    with pytest.raises(TypeError) as error:
+    with refuses(TypeError, f"a construct of Unnamed at {__file__}:{line} with 'this' first", "'self'"):
         step(*BATCH)
-    assert str(error.value).partition("\n")[0] == sentence
 
 
 def test_lengths_that_begin_to_change_later_take_one_more_graph():
@@ -262,7 +257,7 @@ class Unsupported(nn.Cell):
             pass
 
 
-CANNOT = "^For 'TrainOneStepCell', MindSpore must be able to compile the network, but got"
+CANNOT = "^For 'TrainOneStepCell', MindSpore cannot compile the network:"
 
 
 @pytest.mark.parametrize("compile", [None, True])
@@ -279,10 +274,6 @@ def test_a_network_that_cannot_be_compiled_is_an_error_that_names_its_line(mode,
 
 
 HOOKS = ["register_forward_pre_hook", "register_forward_hook", "register_backward_pre_hook", "register_backward_hook"]
-HOOK = (
-    "^For 'TrainOneStepCell', the argument 'compile' must be None where the network has hooks, but got True, and {} "
-    "has a hook, which a graph would not call. Remove the hook, or leave compile out.$"
-)
 
 
 def test_hooks_of_cells_are_called_once_per_micro_batch_in_pynative_mode():
@@ -305,7 +296,7 @@ def test_hooks_of_cells_are_refused_where_a_graph_would_not_call_them():
     step(*BATCH)
     for register in HOOKS:
         handle = getattr(step.network.network.backbone_network, register)(lambda *_: None)
-        with pytest.raises(ValueError, match=HOOK.format("Dense")):
+        with refuses(ValueError, "'compile'", "Remove the hook"):
             step(*BATCH)
         handle.remove()
         step(*BATCH)
@@ -320,7 +311,7 @@ def test_hooks_of_weights_change_the_gradient_in_pynative_mode():
         weight.register_hook(lambda gradient: 3 * gradient)
     step(*BATCH)
     assert step.optimizer.gradients() == [3 * GRADIENT]
-    with pytest.raises(ValueError, match=HOOK.format("weight")):
+    with refuses(ValueError, "'compile'", "Remove the hook"):
         compiled(*BATCH)
 
 
@@ -336,7 +327,7 @@ def test_a_hook_sees_what_the_whole_batch_sends_to_each_row():
 
 @pytest.mark.parametrize("wrong, kind", [(False, ValueError), (1, TypeError), ("yes", TypeError)])
 def test_compile_is_true_or_none(wrong, kind):
-    with pytest.raises(kind, match="^For 'TrainOneStepCell', the argument 'compile' must be True or None, but got "):
+    with refuses(kind, "'compile'", "True or None"):
         line_step(compile=wrong)
 
 
@@ -381,10 +372,7 @@ class Scaled(nn.Cell):
         return (x * self.weight).mean() * factor
 
 
-MANY = (
-    "For 'TrainOneStepCell', the inputs must keep their structure and Python values, but got 8 different ones, "
-    "each compiled on its own. Make values that change tensors."
-)
+MANY = "must keep their structure and Python values, but got 8 different ones"
 
 
 def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
@@ -398,7 +386,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
     with pytest.warns() as warned:
         for factor in range(6):
             step(Tensor(X), factor)
-    assert [str(w.message) for w in warned] == [MANY] and warned[0].filename == __file__
+    assert [MANY in str(w.message) for w in warned] == [True] and warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("when", ["on the network", "before the first call", "after the first call"])

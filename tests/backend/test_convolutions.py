@@ -13,7 +13,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import device
 
 WARNING = (
-    "For '{}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. "
+    "For '{}', MindSpore's convolutions are 10 to 40 times slower than possible on this CPU. "
     "Set the environment variable ONEDNN_MAX_CPU_ISA=AVX2 before the program starts."
 )
 

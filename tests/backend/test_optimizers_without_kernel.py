@@ -19,6 +19,7 @@ from optimizer_parity import (
     dense,
     one_layer,
 )
+from refusal import refuses
 from step_probe import operators
 
 from ms_gradaccum import TrainOneStepCell
@@ -95,7 +96,7 @@ def test_optimizers_without_a_kernel_are_part_of_the_compiled_step(operator):
 def test_thor_is_refused_for_its_statistics_of_the_whole_batch():
     network = RowLoss(nn.SequentialCell(dense(3, 2, 0.2, 0.6, seed=2)))
     optimizer = nn.thor(network.backbone, Tensor([0.1, 0.1]), Tensor([0.1, 0.1]), momentum=0.9)
-    with pytest.raises(ValueError, match="must be one that needs gradients only, but got thor"):
+    with refuses(ValueError, "'optimizer'", "but got thor"):
         accumulated_step(network, optimizer, micro_size=2)
 
 
@@ -127,12 +128,8 @@ def test_gradients_are_centralized_once_per_update(monkeypatch):
 def test_the_operator_without_a_kernel_is_named(mode):
     network = one_layer()
     step = accumulated_step(network, WITHOUT_KERNEL["Lamb"](network), 2)
-    with pytest.raises(RuntimeError) as raised:
+    with refuses(RuntimeError, "compile the optimizer", "Unsupported op [Lamb] on CPU", "Use another device"):
         step(*map(Tensor, batches()[0]))
-    assert str(raised.value).splitlines()[0] == (
-        "For 'TrainOneStepCell', MindSpore must be able to compile the optimizer, but got Unsupported op [Lamb] on "
-        "CPU. No parameter was changed. Use another device, or operators that have a kernel on this one."
-    )
 
 
 @pytest.mark.parametrize("compile", [None, True])
@@ -148,8 +145,4 @@ def test_adamw_of_mint_is_told_what_the_device_lacks_and_not_what_the_user_has(c
     with pytest.raises(RuntimeError, match=lacks):
         step(ops.ones((2, 3)), ops.ones((2, 1)))
     said = [str(each.message) for each in recwarn if "mindspore.mint" in str(each.message)]
-    sentence = (
-        "For 'TrainOneStepCell', AdamW of mindspore.mint has no kernel on CPU, also in MindSpore's own step. Take one "
-        "of mindspore.nn or mindspore.experimental."
-    )
-    assert said == [sentence] * (compile is None)
+    assert len(said) == (compile is None) and all("has no kernel on CPU" in each for each in said)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
+from refusal import refuses
 
 from ms_gradaccum.backend import snapshot
 from ms_gradaccum.backend.snapshot import Snapshot, SnapshotTensors, _fingerprint, few_elements
@@ -53,7 +54,7 @@ def test_what_has_no_copy_is_named():
     weight = Parameter(Tensor([0.0]), "weight")
     kept = SnapshotTensors([weight], lambda tensor: False)
     weight.set_data(Tensor([1.0]))
-    with pytest.raises(RuntimeError, match="a pass out of training has changed 'weight', which stays changed"):
+    with refuses(RuntimeError, "out of training"):
         kept.put_back()
 
 

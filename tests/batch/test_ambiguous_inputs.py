@@ -5,8 +5,8 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import whole
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, nn, ops
+from refusal import refuses
 from step_probe import KeepGradients, keeping_step, number, tensors
 from verify_probe import LOSS, assert_causes
 
@@ -115,13 +115,9 @@ SPARSE = {
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_a_sparse_tensor_is_refused_by_its_place(kind, eager):
-    text = (
-        f"For 'GradAccumulation', the inputs must be dense tensors, but got a {kind} in input[1]. Give it dense, as of "
-        "to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-    )
     network = Mixed()
     step = TrainOneStepCell(GradAccumulation(network, 2), KeepGradients(network.trainable_params()))
-    with pytest.raises(TypeError, match=whole(text)):
+    with refuses(TypeError, f"a {kind} in input[1]"):
         step(Tensor(X), SPARSE[kind], Tensor(Y))
 
 
@@ -157,8 +153,8 @@ def warnings_of(*inputs, micro_size=4, cell=None, **settings):
 
 
 IF_OF_ROWS = (
-    "For 'GradAccumulation', the input {} should be a tensor if it has something of each row, but got {}. Make it one, "
-    "or else give batch_axis an entry per input, None for what goes whole."
+    "For 'GradAccumulation', the input {} seems to have an item per row, but got {}. Make it a tensor, or give "
+    "batch_axis an entry per input, None for this one."
 )
 WHOLE = "a list of 8, which goes whole into each micro batch"
 CUT = "a list of 8, each of which is cut along its axis 0"
@@ -205,12 +201,7 @@ def test_other_lists_are_not(targets, axis, eager):
 
 def test_targets_of_different_lengths_are_refused_with_the_way_out(eager):
     boxes = [np.ones((length, 4), np.float32) for length in range(1, 9)]
-    text = (
-        "For 'GradAccumulation', the inputs must have the same number of rows on their batch axis, but got 8 in "
-        "input[0] and 1 in input[1][0]. Pad a list that has an item for each row to one tensor. Give batch_axis one "
-        "axis for all inputs, or one entry per input, None for one that is not split."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "batch_axis one axis"):
         warnings_of(EIGHT, boxes)
 
 
@@ -257,9 +248,8 @@ TIMES = np.random.default_rng(0).normal(size=(8, 8, 3)).astype(np.float32)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_times_that_are_as_many_as_rows_are_named(kind, eager):
     text = (
-        "For 'GradAccumulation', the rows must be on the axis that the network takes for them, on axis 1 for "
-        f"{kind.__name__} with batch_first=False, but got 'x' of shape (8, 8, 3) cut along axis 0. Give batch_axis an "
-        "entry per input, or build it with batch_first=True."
+        f"For 'GradAccumulation', the rows must be on axis 1 for {kind.__name__} with batch_first=False, but got 'x' "
+        "of shape (8, 8, 3) cut along axis 0. Give batch_axis an entry per input, or build it with batch_first=True."
     )
     assert warnings_of(TIMES, cell=AnyInputs(kind(3, 2))) == [text]
     assert warnings_of(TIMES, cell=AnyInputs(kind(3, 2)), batch_axis=1) == []

@@ -7,9 +7,9 @@ import pickle
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
+from refusal import refuses
 from step_probe import Around, KeepGradients, number, tensors
 
 from ms_gradaccum import (
@@ -248,9 +248,7 @@ def test_a_state_of_another_word_is_refused(tmp_path, eager):
     step = step_of(One(), losses=None, accumulation_steps=2)
     step(*tensors(*FIRST))
     save_state(step, tmp_path)
-    with pytest.raises(
-        ValueError, match="setting: it lacks accu_grads.weight.window_other_losses. Nothing was changed"
-    ):
+    with refuses(ValueError, "it lacks accu_grads.weight.window_other_losses"):
         load_state(step_of(One(), accumulation_steps=2), tmp_path)
 
 
@@ -268,20 +266,16 @@ def test_names_give_their_number_before_the_first_batch():
 
 @pytest.mark.parametrize("names", [("size",), ("size", "label", "more")])
 def test_another_number_of_names_than_of_losses_is_refused(names, network_mode):
-    text = (
-        "For 'GradAccumulation', the argument 'losses' must have a name for each scalar that 'network' returns after "
-        f"its loss, but got {names} for 2 of them. The loss itself, which is trained, has no name."
-    )
     step = step_of(losses=names)
     before = step.network.network.weight.asnumpy().copy()
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'losses'", f"2 scalars after the loss, but got {names}"):
         step(*tensors(X, Y))
     np.testing.assert_array_equal(step.network.network.weight.asnumpy(), before)
 
 
 @pytest.mark.parametrize("names", [(), ("size", "size"), ("size", 1), ("size", "")])
 def test_what_gives_no_name_to_each_loss_is_refused(names):
-    with pytest.raises(ValueError, match="a tuple as 'losses' must have a name of its own for each scalar"):
+    with refuses(ValueError, "'losses'", "different name"):
         GradAccumulation(Losses(), 2, losses=names)
 
 
@@ -292,11 +286,7 @@ def test_more_than_a_report_has_room_for_are_refused(network_mode):
             loss = ops.square(out - y).mean()
             return (loss,) * 66
 
-    text = (
-        "For 'GradAccumulation', the argument 'network' must return at most 64 scalars after its loss, but got 65. "
-        "Return the sums of some of them, or stack those that need no report into a vector."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'network'", "return at most"):
         step_of(Many())(*tensors(X, Y))
 
 

@@ -5,16 +5,15 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
 from quick_mindspore import eagerly
+from refusal import refuses
 from step_probe import KeepGradients, keeping_step, number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 2], [1, 1]])
 Y = np.float32([[1], [0], [2], [1], [3]])
-REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 
 
 class Losses(nn.Cell):
@@ -105,23 +104,19 @@ def test_further_outputs_that_are_no_losses_need_no_word(losses, network_mode):
 
 @pytest.mark.parametrize("form", [three, logits_between, in_a_dict])
 def test_several_losses_without_a_word_are_refused(form, network_mode):
-    text = whole(
-        "For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, but "
-        f"got None with 2 further scalars after the first loss. {REMEDY}"
-    )
     step = keeping_step(Losses(form), 2)
     before = [parameter.asnumpy().copy() for parameter in step.get_parameters()]
-    with pytest.raises(ValueError, match=text):
+    with refuses(ValueError, "'losses'", "losses='sum' to train"):
         step(*tensors(X, Y))
     assert all(np.array_equal(a, b.asnumpy()) for a, b in zip(before, step.get_parameters()))
 
 
 def test_a_loss_cell_without_a_grad_accumulation_is_refused_too(eager):
     network = Losses(three)
-    with pytest.raises(ValueError, match="the argument 'losses' must say"):
+    with refuses(ValueError, "'losses'"):
         TrainOneStepCell(network, KeepGradients(network.trainable_params()))(*tensors(X, Y))
     network = Losses(three)
-    with pytest.raises(ValueError, match="the argument 'losses' must say"):
+    with refuses(ValueError, "'losses'"):
         Accumulator(network, KeepGradients(network.trainable_params())).backward(*tensors(X, Y))
 
 
@@ -140,8 +135,8 @@ class Pairs(nn.Cell):
 @pytest.mark.parametrize(
     ("form", "count"),
     [
-        (lambda loss, weight, aux: (loss, weight, aux), "1 further scalar"),
-        (lambda loss, weight, aux: (loss, weight, aux, (aux, 3)), "2 further scalars"),
+        (lambda loss, weight, aux: (loss, weight, aux), 2),
+        (lambda loss, weight, aux: (loss, weight, aux, (aux, 3)), 3),
     ],
 )
 def test_losses_beside_the_pair_are_refused_and_left_out_on_demand(form, count, eager):
@@ -150,32 +145,21 @@ def test_losses_beside_the_pair_are_refused_and_left_out_on_demand(form, count, 
         loss_cell = GradAccumulation(network, 2, weighted=True, losses=losses)
         return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), compile=True)
 
-    text = f"got None with {count} after the first loss. Give losses='first' to leave them out, or add them "
-    with pytest.raises(ValueError, match=whole(text)[1:-1]):
+    with refuses(ValueError, "'losses'", f"{count} scalar losses"):
         step(None)(Tensor(X))
     assert number(step("first")(Tensor(X)).weight) == X.size
 
 
 @pytest.mark.parametrize(
-    ("losses", "weighted", "error", "text"),
+    ("losses", "weighted", "error", "key"),
     [
-        ("all", False, ValueError, "must be one of 'sum', 'first', but got 'all'. 'sum' trains "),
-        (
-            1,
-            False,
-            TypeError,
-            "must be one of 'sum', 'first', but got 1 of type int. 'sum' trains ",
-        ),
-        (
-            "sum",
-            True,
-            ValueError,
-            "must be None, 'first' or names with weighted=True, but got 'sum'. A sum needs ",
-        ),
+        ("all", False, ValueError, "'all'"),
+        (1, False, TypeError, "of type int"),
+        ("sum", True, ValueError, "weighted=True"),
     ],
 )
-def test_what_is_no_word_is_refused(losses, weighted, error, text):
-    with pytest.raises(error, match=whole(f"For 'GradAccumulation', the argument 'losses' {text}")[:-1]):
+def test_what_is_no_word_is_refused(losses, weighted, error, key):
+    with refuses(error, "'losses'", key):
         GradAccumulation(Losses(three), 2, weighted=weighted, losses=losses)
 
 

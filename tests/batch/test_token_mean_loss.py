@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn, ops
 from open_window import buffer_of
-from refusal import raises, typed
+from refusal import refuses
 from step_probe import KeepGradients, keeping_step, number, tensors
 from tiers import share_of
 
@@ -206,24 +206,16 @@ def test_a_float16_batch_without_a_valid_token():
     assert number(output.weight) == 4000 and number(output.updated)
 
 
-SHAPES = (
-    "For 'TokenMeanLoss', the labels must have the shape of the logits without their last axis, but got labels of "
-    "shape (8, 7) and logits of shape (8, 8, 2). Give one label per token."
-)
-
-
 def test_labels_that_do_not_fit():
-    with raises(ValueError, SHAPES):
+    with refuses(ValueError, "Give one label"):
         TokenMeanLoss(head())(Tensor(IDS), Tensor(LABELS[:, :7]))
 
 
 def test_wrong_arguments():
-    rule = "For 'TokenMeanLoss', the argument 'backbone' must be an nn.Cell"
-    with raises(TypeError, f"{rule}, but got {typed(3)}. Give the network that returns logits."):
+    with refuses(TypeError, "network that returns logits"):
         TokenMeanLoss(3)
-    rule = "For 'TokenMeanLoss', the argument 'ignore_index' must be an int"
     for value in (True, None, -100.0):
-        with raises(TypeError, f"{rule}, but got {typed(value)}. It is the label of padding."):
+        with refuses(TypeError, "label of padding"):
             TokenMeanLoss(head(), value)
 
 
@@ -248,34 +240,26 @@ class OptionalLabels(OwnLoss):
         return ops.square(self.head(ids)).mean()
 
 
-OWN_LOSS = (
-    "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
-    "mindformers with calculate_per_token_loss=True, and set weighted=True."
-)
-
-
 @pytest.mark.parametrize(
-    ("kind", "error", "text"),
+    ("kind", "error", "key"),
     [
         (
             OwnLoss,
             TypeError,
-            "the backbone must take the inputs before the last one, which is the labels, but got construct(ids, "
-            f"labels) for 1 of them. {OWN_LOSS}",
+            "but got construct(ids, labels) for 1 inputs",
         ),
         (
             OptionalLabels,
             ValueError,
-            f"the backbone must return logits with an axis of classes, but got a scalar. {OWN_LOSS}",
+            "an axis of classes, but got a scalar",
         ),
     ],
 )
-def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, error, text):
+def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, error, key):
     network = kind()
     step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
-    with pytest.raises(error) as raised:
+    with refuses(error, key, "weighted=True"):
         step(*tensors(IDS, LABELS))
-    assert str(raised.value).partition("\n")[0] == f"For 'TokenMeanLoss', {text}"
     assert np.array_equal(network.head.weight.asnumpy(), START)
 
 

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from open_window import window_of
+from refusal import refuses, warns
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import (
@@ -268,7 +269,7 @@ def test_a_hundred_overflows_in_a_row_end_the_training(tmp_path):
     network, step = build()
     load_state(step, tmp_path)
     train(step, np.nan, 39)
-    with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
+    with refuses(RuntimeError, "Inf or NaN"):
         train(step, np.nan, 1)
     assert weight_of(network) == before
     assert step.events.updates == 1
@@ -366,7 +367,7 @@ def test_an_order_that_nobody_knows_is_told():
     shuffled, dealt = (NumpySlicesDataset(rows, shuffle=True, **shards) for shards in ({}, SHARDS))
     in_order = NumpySlicesDataset(rows, shuffle=False)
     for data in (shuffled.batch(2), dealt.shuffle(9).batch(2), in_order.shuffle(9)):
-        with pytest.warns(UserWarning, match="^For 'save_state', the data is shuffled on each process for itself and"):
+        with warns("its own random seed"):
             Sources.now(2).check_known(data, 2)
         Sources.now(1).check_known(data, 1)
     for data in (dealt.batch(2), in_order.batch(2), BATCHES):

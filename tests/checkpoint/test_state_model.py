@@ -10,9 +10,10 @@ import mindspore as ms
 import mindspore.dataset as ds
 import numpy as np
 import pytest
-from linear_toy import line, sgd, toy, weight_of, whole
+from linear_toy import line, sgd, toy, weight_of
 from mindspore import nn, train
 from mindspore.dataset import vision
+from refusal import refuses
 from state_probe import INPUTS, LABELS
 
 from ms_gradaccum import GradAccumulation, Model, StateCheckpoint, load_state, save_state
@@ -328,18 +329,16 @@ def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path
 def test_what_cannot_be_resumed_is_told(tmp_path):
     _, model = toy()
     data = in_memory()
-    text = "For 'Model', the argument 'callbacks' must be some with a StateCheckpoint to resume, but got none."
-    with pytest.raises(ValueError, match=f"^{text}"):
+    with refuses(ValueError, "'callbacks'"):
         model.train(1, data, resume=True)
-    text = "For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got 1. "
-    with pytest.raises(ValueError, match=whole(text + "The state knows in which pass it was saved.")):
+    with refuses(ValueError, "'initial_epoch'"):
         model.train(2, data, callbacks=[StateCheckpoint(tmp_path)], initial_epoch=1, resume=True)
-    with pytest.raises(TypeError, match="^For 'Model', the argument 'resume' must be a bool, but got 1 of type int."):
+    with refuses(TypeError, "'resume'"):
         model.train(2, data, resume=1)
     network = line()
     stock = ms.Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
-    with pytest.raises(ValueError, match="^For 'StateCheckpoint', the argument 'model' must be one of ms_gradaccum"):
+    with refuses(ValueError, "'model'"):
         stock.train(1, data, callbacks=StateCheckpoint(tmp_path))
     fit(in_memory, 1, [StateCheckpoint(tmp_path)])
-    with pytest.raises(ValueError, match="the state is one of data with 5 batches on each of 1 processes, but"):
+    with refuses(ValueError, "data with 5 batches on each of 1 processes"):
         fit(lambda: in_memory().take(3), 2, [StateCheckpoint(tmp_path)])

@@ -5,8 +5,8 @@ import math
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import whole
 from mindspore import Tensor, nn, ops
+from refusal import refuses
 from whole_batch_losses import OrdinaryLoss, WholeBatches, batch, distance, parts_of, train, values_of
 
 from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
@@ -97,39 +97,19 @@ def test_a_temperature_that_is_not_learnable_is_no_parameter_to_train():
     assert [parameter.name for parameter in ContrastiveLoss().trainable_params()] == ["logit_scale"]
 
 
-REMEDY = "Give the outputs of the network first, and then the labels."
 REFUSED = {
-    "one representation for two towers": (
-        {},
-        [(4, 3)],
-        "For 'ContrastiveLoss', the inputs with towers=2 must be two representations, and labels or not, but got 1. "
-        + REMEDY,
-    ),
-    "no labels for one tower": (
-        {"towers": 1},
-        [(4, 3)],
-        "For 'ContrastiveLoss', the inputs with towers=1 must be representations and labels, but got 1. " + REMEDY,
-    ),
-    "other lengths": (
-        {},
-        [(4, 3), (4, 2)],
-        "For 'ContrastiveLoss', the representations must be of one shape (rows, length), with a label for each row if "
-        "there are labels, but got (4, 3), (4, 2). Project what the towers return to one length.",
-    ),
-    "labels of other rows": (
-        {},
-        [(4, 3), (4, 3), (5,)],
-        "For 'ContrastiveLoss', the representations must be of one shape (rows, length), with a label for each row if "
-        "there are labels, but got (4, 3), (4, 3), (5,). Project what the towers return to one length.",
-    ),
+    "one representation for two towers": ({}, [(4, 3)], "towers=2"),
+    "no labels for one tower": ({"towers": 1}, [(4, 3)], "towers=1"),
+    "other lengths": ({}, [(4, 3), (4, 2)], "(4, 3), (4, 2)"),
+    "labels of other rows": ({}, [(4, 3), (4, 3), (5,)], "(4, 3), (4, 3), (5,)"),
 }
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", REFUSED)
 def test_inputs_that_are_not_those_of_so_many_towers_are_refused(name):
-    settings, shapes, sentence = REFUSED[name]
-    with pytest.raises(ValueError, match=whole(sentence)):
+    settings, shapes, key = REFUSED[name]
+    with refuses(ValueError, key):
         ContrastiveLoss(**settings)(*(ops.ones(shape, ms.float32) for shape in shapes))
 
 

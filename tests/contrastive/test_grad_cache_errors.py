@@ -8,7 +8,7 @@ import pytest
 from linear_toy import sgd
 from mindspore import Tensor, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
-from refusal import raises
+from refusal import refuses
 from step_probe import Around
 from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
 
@@ -38,66 +38,28 @@ class Drawing(nn.Cell):
         return self.drop(rows).mean()
 
 
-ONE_NUMBER = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
 REFUSED = {
-    "backbone": (
-        lambda: GradCacheLoss("a network", Clip()),
-        TypeError,
-        "For 'GradCacheLoss', the argument 'backbone' must be an nn.Cell, but got 'a network' of type str. Give the "
-        "network that returns representations.",
-    ),
-    "loss_fn": (
-        lambda: GradCacheLoss(Towers(), None),
-        TypeError,
-        "For 'GradCacheLoss', the argument 'loss_fn' must be an nn.Cell, but got None of type NoneType. Give the cell "
-        "that is called with all of them.",
-    ),
-    "labels": (
-        lambda: GradCacheLoss(Towers(), Clip(), -1),
-        ValueError,
-        "For 'GradCacheLoss', the argument 'labels' must be an int of at least 0, but got -1. It counts the last "
-        "inputs, which go to loss_fn.",
-    ),
-    "construct": (
-        lambda: Own(Towers(), Clip()),
-        TypeError,
-        "For 'GradCacheLoss', the argument 'construct' must be that of GradCacheLoss, but got that of Own, which would "
-        "never be called. Put what it does into backbone or loss_fn.",
-    ),
-    "weighted": (
-        lambda: GradAccumulation(cell(), 2, weighted=True),
-        ValueError,
-        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
-        + ONE_NUMBER,
-    ),
-    "losses": (
-        lambda: GradAccumulation(cell(), 2, losses="first"),
-        ValueError,
-        "For 'GradAccumulation', the argument 'losses' must be None for a GradCacheLoss, but got 'first'. "
-        + ONE_NUMBER,
-    ),
+    "backbone": (lambda: GradCacheLoss("a network", Clip()), TypeError, "'backbone'"),
+    "loss_fn": (lambda: GradCacheLoss(Towers(), None), TypeError, "'loss_fn'"),
+    "labels": (lambda: GradCacheLoss(Towers(), Clip(), labels=-1), ValueError, "'labels'"),
+    "construct": (lambda: Own(Towers(), Clip()), TypeError, "construct() of Own"),
+    "weighted": (lambda: GradAccumulation(cell(), 2, weighted=True), ValueError, "'weighted'"),
+    "losses": (lambda: GradAccumulation(cell(), 2, losses="first"), ValueError, "'losses'"),
     "one inside": (
         lambda: GradAccumulation(OrdinaryLoss(cell(), Correlation(), 1), 2),
         ValueError,
-        "For 'GradAccumulation', the argument 'network' must be the GradCacheLoss itself, but got OrdinaryLoss with "
-        "one inside, whose loss would be that of each micro batch. Put what is around it into its backbone or its "
-        "loss_fn.",
+        "GradCacheLoss itself",
     ),
-    "drop": (
-        lambda: TrainOneStepCell(cell(), sgd(Tower()), bad_micro_batch="drop"),
-        ValueError,
-        "For 'TrainOneStepCell', the argument 'bad_micro_batch' must be 'skip_window' for a GradCacheLoss, but got "
-        "'drop'. Its loss has seen all micro batches before one can be left out.",
-    ),
+    "drop": (lambda: TrainOneStepCell(cell(), sgd(Tower()), bad_micro_batch="drop"), ValueError, "'bad_micro_batch'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_when_it_is_built(name, monkeypatch):
-    build, error, sentence = REFUSED[name]
+    build, error, key = REFUSED[name]
     # Of the optimizer's parameters, that of another network.
     monkeypatch.setattr("ms_gradaccum.loops.train_step.check_optimizer", lambda *_: None)
-    with raises(error, sentence):
+    with refuses(error, key):
         build()
 
 
@@ -106,30 +68,21 @@ def test_a_step_inside_a_larger_graph_is_refused(monkeypatch):
     ms.set_context(mode=ms.GRAPH_MODE)
     network = cell()
     around = Around(TrainOneStepCell(GradAccumulation(network, 2), sgd(network)))
-    with pytest.raises(ValueError, match="a GradCacheLoss must be trained by a step that is called from Python"):
+    with refuses(ValueError, "a GradCacheLoss cannot be trained inside a larger graph"):
         around(*map(Tensor, batch("correlation", 0, 8)))
 
 
 def test_the_compilers_own_parallelism_is_refused(monkeypatch):
     monkeypatch.setattr("ms_gradaccum.static_graph.settings._check_context", lambda *_: None)
     kind = SemiAuto(AutoParallel(Tower()))
-    sentence = (
-        "For 'GradAccumulation', the argument 'network' must be a sum over rows in semi-auto-parallel, but got a "
-        "GradCacheLoss, which takes two passes. Give parallel=DataParallel() or HSDP() and a network without "
-        "AutoParallel."
-    )
-    with raises(ValueError, sentence):
+    with refuses(ValueError, "'network'", "takes two passes"):
         check_step(kind, GradAccumulation(network := cell(), 2), sgd(network))
 
 
 def test_inputs_that_are_labels_alone_are_refused():
     network = GradCacheLoss(Tower(), Correlation(), labels=2)
     step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
-    sentence = (
-        "For 'GradCacheLoss', there must be more inputs than the 2 labels, but got 2. Give the inputs of the backbone "
-        "first, and then the labels."
-    )
-    with raises(ValueError, sentence):
+    with refuses(ValueError, "there must be more"):
         step(*map(Tensor, batch("correlation", 0, 8)))
 
 
@@ -149,11 +102,7 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
     is_distributed = SimpleNamespace(is_distributed=True, grads_are_reduced=False)
     like = SimpleNamespace(parameters=(), micro_loss=SimpleNamespace(half=False))
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
-    sentence = (
-        "For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got one "
-        "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
-    )
-    with raises(ValueError, sentence):
+    with refuses(ValueError, "'loss_fn'"):
         CachePass(network.network, 0, settings, like, is_distributed)
     CachePass(network.network, 0, settings, like, alone)
     # In evaluation mode it draws nothing.
@@ -164,11 +113,7 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
 def test_gradients_that_come_reduced_are_refused():
     settings = SimpleNamespace(owner="TrainOneStepCell", drop_non_finite=False)
     reducer = SimpleNamespace(is_distributed=True, grads_are_reduced=True)
-    sentence = (
-        "For 'TrainOneStepCell', the argument 'network' must be one without GradCacheLoss where gradients come "
-        "reduced, but got a GradCacheLoss. Give parallel=HSDP(...) in place of hsdp() around the network."
-    )
-    with raises(ValueError, sentence):
+    with refuses(ValueError, "'network'", "place of hsdp()"):
         CachePass(cell(), 0, settings, None, reducer)
 
 
@@ -197,5 +142,5 @@ class TwoNumbers(nn.Cell):
 def test_a_loss_of_two_numbers_is_refused():
     network = GradCacheLoss(Tower(), TwoNumbers(), labels=1)
     step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
-    with pytest.raises(ValueError, match="Its loss_fn returns one number"):
+    with refuses(ValueError, "returns one number"):
         step(Tensor(np.ones((4, 6), np.float32)), Tensor(np.ones(4, np.int32)))

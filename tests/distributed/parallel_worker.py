@@ -24,8 +24,10 @@ from open_window import buffer_of, reducer_of, window_of  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
+    NO_SPIKE,
     ONE_SHAPE,
     OPTIMIZERS,
+    SPIKE,
     STEPS,
     Halved,
     batch,
@@ -35,8 +37,8 @@ from scenarios import (  # noqa: E402
     share,
     train,
     train_batches,
+    train_factors,
     train_lookup,
-    train_with_a_spike,
     uneven_data,
     weights_of,
 )
@@ -239,8 +241,8 @@ def count_in(step):
 
 def leave_a_window_out():
     for name in ("data parallel", "all shards", "all shards, level2"):
-        for limit in (NormSpike(std=3.0, windows=4), 100.0):
-            result = train_with_a_spike(rank, size, skip_above=limit, parallel=KINDS[name])
+        for limit in (NormSpike(std=3.0, windows=4), 50.0):
+            result = train_factors(SPIKE, rank, size, skip_above=limit, parallel=KINDS[name])
             results[f"left out {name}, {type(limit).__name__}"] = result
         results[f"messages left out {name}"] = [
             messages_of(KINDS[name], 2, skip_above=limit)["sent"] for limit in (None, NormSpike())
@@ -248,7 +250,7 @@ def leave_a_window_out():
 
 
 def clip_by_a_cell_of_its_own():
-    results["own clip"] = train_with_a_spike(rank, size, clip=Halved(), parallel=KINDS["data parallel"])
+    results["own clip"] = train_factors(NO_SPIKE, rank, size, clip=Halved(), parallel=KINDS["data parallel"])
     network = build_network()
     before = [weight.shape for weight in network.trainable_params()]
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)

@@ -90,11 +90,15 @@ def train(optimizer, clip, rank=0, size=1, **settings):
     return network, step.optimizer, train_batches(step, range(STEPS), rank, size)
 
 
-def train_with_a_spike(rank=0, size=1, **settings):
-    """Train one batch again and again, once 30 times as large; the steps of the others are the same."""
+# One batch again and again, once 30 times as large.
+SPIKE, NO_SPIKE = (1, 1, 1, 30, 1), (1, 1)
+
+
+def train_factors(factors, rank=0, size=1, **settings):
+    """Train multiples of one batch."""
     network, step = build_step("Momentum", **settings)
     updated = []
-    for factor in (1, 1, 1, 30, 1):
+    for factor in factors:
         arrays = [array * factor for array in batch(0)]
         output = step(*[Tensor(array) for array in share(arrays, rank, size)])
         updated.append(bool(output.updated.asnumpy()))

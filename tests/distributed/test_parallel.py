@@ -14,6 +14,7 @@ from ms_gradaccum import TrainingPlan
 sys.path.insert(0, str(Path(__file__).parent))
 from open_window import buffer_of  # noqa: E402
 from scenarios import (  # noqa: E402
+    NO_SPIKE,
     OPTIMIZERS,
     STEPS,
     Halved,
@@ -23,8 +24,8 @@ from scenarios import (  # noqa: E402
     fingerprint,
     train,
     train_batches,
+    train_factors,
     train_lookup,
-    train_with_a_spike,
     uneven_data,
     weights_of,
     whole_batches,
@@ -115,11 +116,8 @@ def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named(two):
         for mean in (True, False):
             got = report[f"parameter_broadcast, mean {mean}"]["weights"]
             np.testing.assert_allclose(got, weights_of(one_process("norm")[0]), rtol=2e-5, atol=2e-6)
-        assert report["warned of a sum"] == [
-            "For 'TrainOneStepCell', an update has the mean gradient of all processes, but MindSpore's own step in "
-            "'data_parallel' without gradients_mean=True has 2 times that. Give "
-            "set_auto_parallel_context(gradients_mean=True) for the same in both."
-        ]
+        (said,) = report["warned of a sum"]
+        assert "gradients_mean=True uses 2 times that" in said
 
 
 def test_optimizer_state_is_divided_by_the_shard_size(four):
@@ -157,8 +155,8 @@ def one_process_without_the_spike():
 
 
 def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
-    expected = train_with_a_spike(clip=Halved())["weights"]
-    assert not np.allclose(expected, train_with_a_spike()["weights"], rtol=1e-3)
+    expected = train_factors(NO_SPIKE, clip=Halved())["weights"]
+    assert not np.allclose(expected, train_factors(NO_SPIKE)["weights"], rtol=1e-3)
     for report in two:
         np.testing.assert_allclose(report["own clip"]["weights"], expected, rtol=2e-5, atol=2e-6)
         assert "a clip of your own needs whole gradients, but got Halved with HSDP(" in report["own clip refused"]
@@ -270,11 +268,7 @@ def test_one_process_loads_what_several_have_saved(two):
 
 
 def test_weights_that_differ_are_noticed_when_asked_for(two):
-    sentence = (
-        "For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks [1] differ from "
-        "rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
-    )
-    assert [report["different"] for report in two] == [sentence] * 2
+    assert all("same weights after an update, but ranks [1] differ" in report["different"] for report in two)
 
 
 @pytest.mark.parametrize("name", ["data parallel", "all shards"])
@@ -288,28 +282,21 @@ def test_sparse_gradients_are_those_of_one_process(name, two):
 
 
 def test_sparse_gradients_cannot_be_shared_in_each_micro_batch(two):
-    assert [report["lookup refused"] for report in two] == [
-        "For 'TrainOneStepCell', the argument 'network' must be one of dense gradients where the ranks share them in "
-        "each micro batch, but got a sparse lookup in EmbeddingLookup. Use nn.Embedding, DataParallel() or "
-        "HSDP(optimizer_level='level1')."
-    ] * 2
+    assert all("'network'" in report["lookup refused"] for report in two)
+    assert all("a sparse lookup in EmbeddingLookup" in report["lookup refused"] for report in two)
 
 
 def test_level3_says_what_it_does_not_shard(two):
-    assert two[0]["level3"] == [
-        "For 'TrainOneStepCell', the weights stay whole on each rank: 'level3' behaves like 'level2' here. Only the "
-        "compiler shards weights, inside AutoParallel on Ascend or GPU."
-    ]
+    (said,) = two[0]["level3"]
+    assert "'level3' behaves like 'level2' here" in said
 
 
 @pytest.mark.parametrize("processes", ["two", "four"])
 def test_processes_that_start_differently_take_the_weights_of_rank_0(processes, request):
     reports = request.getfixturevalue(processes)
     assert {report["unified"] for report in reports} == {fingerprint(build_network())}
-    assert reports[0]["warnings"] == [
-        "For 'TrainOneStepCell', the ranks started with different parameters or buffers: those of rank 0 are used. "
-        "Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
-    ]
+    (said,) = reports[0]["warnings"]
+    assert "different parameters or buffers" in said
 
 
 def test_settings_that_differ_raise_on_every_rank(four):

@@ -99,8 +99,4 @@ def test_half_precision_on_several_processes_trains_like_one(two, eager):
 
 
 def test_messages_that_a_device_cannot_add_up_are_refused(two):
-    text = (
-        "For 'TrainOneStepCell', the argument 'mixed_precision' must be one whose reduce_dtype the device can send, "
-        "but got bfloat16 on CPU. Use float32, or float16 to halve the messages."
-    )
-    assert [report["refused"] for report in two] == [text, text]
+    assert all("'mixed_precision'" in report["refused"] and "reduce_dtype" in report["refused"] for report in two)

@@ -21,25 +21,25 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 SENTENCES = {
     "parallel": "the argument 'parallel' must be 'auto' for a network that reduces its gradients itself",
-    "mean": "must be 'auto' for a network of hsdp(), which says itself how it scales, but got Reduced(mean=True",
+    "mean": "must be 'auto' for a network of hsdp(), but got Reduced(mean=True",
     "late": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
     "late, gradients": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
     "late, whole": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
     "late, whole, gradients": "hsdp() must come before the optimizer and the training step, but got it afterwards.",
-    "joined": "a batch must have as many micro batches on all ranks where the network itself communicates",
-    "outside": "but got '1.weight', which has no hook that reduces it. Give the whole network to hsdp().",
-    "state": "must be one of the network's shards, but got the state 'moment1.0.weight' of shape (8, 6). Build it",
-    "weight": "the argument 'weight' must be the same for all means that the network adds up",
+    "joined": "must have equally many micro batches on all ranks",
+    "outside": "but got '1.weight' without a hook for it. Give the whole network to hsdp().",
+    "state": "must be built from the network's shards, but got the state 'moment1.0.weight' of shape (8, 6). Build it",
+    "weight": "the argument 'weight' must be the same for all batches of a window",
     "outside accumulate": "must know it beforehand, but got gradients that were taken outside accumulate().",
-    "save": "a state must be saved right after an update where the network adds up its gradients itself",
+    "save": "must be saved right after an update, but got an open window",
     "flush": "must know it beforehand, but got the end of one in its middle.",
-    "drop": "the argument 'bad_micro_batch' must be 'skip_window' where gradients come reduced",
-    "precision": "the argument 'mixed_precision' must be None or a loss scale where gradients come reduced",
-    "compile": "the argument 'compile' must be None where gradients come reduced",
-    "fully_shard": "must be one of hsdp(), which says how it reduces, but got a Mock, which does not.",
-    "graph": "must be run op by op for hooks that reduce its gradients, but got a graph, which calls none.",
-    "operators": "must be one that adds up its gradients with operators of this device, but got The kernel",
-    "micro batches": "a batch must have as many micro batches on all ranks where the network itself communicates",
+    "drop": "the argument 'bad_micro_batch' must be 'skip_window' for a network that reduces",
+    "precision": "the argument 'mixed_precision' must be None or a loss scale for a network that reduces",
+    "compile": "the argument 'compile' must be None for a network that reduces",
+    "fully_shard": "must come from hsdp(), but got a Mock",
+    "graph": "but got a graph, which calls no hooks.",
+    "operators": "must accumulate its gradients with operators of this device, but got The kernel",
+    "micro batches": "must have equally many micro batches on all ranks",
     "not reduced": "the ranks must have the same weights after an update, but ranks [1",
 }
 
@@ -169,11 +169,11 @@ def test_averages_are_those_of_the_shards_although_an_evaluation_makes_whole_par
 def test_ranks_without_rows_are_told_together(ranks):
     first, *others = [report["errors"]["no rows"] for report in ranks]
     assert "a batch must have at least one row, but got 0 in input[1]. Skip it or, if other processes" in first
-    assert all("must have as many micro batches on all ranks where" in each and "got [0, 1" in each for each in others)
+    assert all("must have equally many micro batches on all ranks" in each and "got [0, 1" in each for each in others)
 
 
 def test_the_shards_of_two_ranks_are_not_those_of_four(four):
-    assert all("has the network's shards of 2 processes, not 4. Take as many" in report["elastic"] for report in four)
+    assert all("has the network's shards of 2 processes, not 4. Use as many" in report["elastic"] for report in four)
 
 
 def test_what_cannot_be_right_is_refused(ranks):

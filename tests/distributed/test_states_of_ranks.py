@@ -72,7 +72,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(rank, two)
     for report in two:
         error, left, unchanged, name = report[f"full {rank}"]
         assert error.startswith("OSError: ") and "No space left on device" in error
-        assert "The states before it are whole." in error
+        assert "Earlier states are intact." in error
         # Rank 0 clears up, while the other one may look.
         assert [each for each in left if report is two[0] or not each.startswith(".")] == ["state-000001"]
         assert unchanged and name == "state-000002"
@@ -80,8 +80,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(rank, two)
 
 def test_ranks_that_have_parted_save_nothing(two):
     for report in two:
-        rule = "RuntimeError: For 'save_state', the processes must have the same parameters, but got different ones of "
-        assert report["differing_ranks"].startswith(rule + "'0.weight'.")
+        assert "different values of '0.weight'." in report["differing_ranks"]
     # Rank 0 clears up, while the other one may look.
     assert two[0]["differing_ranks left"] == []
 
@@ -90,7 +89,7 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(two):
     for report in two:
         error, unchanged = report["damaged"]
         assert "rank_1/parameters-00000.safetensors has another checksum" in error
-        assert "The state before it is" in error and "state-000001: give that folder." in error
+        assert "Give the folder of the state before it" in error and "state-000001." in error
         assert unchanged
 
 

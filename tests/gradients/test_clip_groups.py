@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
+from refusal import refuses
 from step_probe import KeepGradients, number
 
 from ms_gradaccum import Accumulator, ClipByGroupNorm, GradAccumulation, MixedPrecision, TrainOneStepCell
@@ -108,10 +109,5 @@ def test_wrong_limits_are_refused_in_a_sentence(limits, error, text):
 def test_several_optimizers_of_a_network_have_no_groups():
     cell = ThreeWeights()
     optimizers = [nn.SGD([cell.embedding], 0.1), nn.SGD([cell.bias, cell.weight], 0.1)]
-    text = (
-        "For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-        "ClipByGroupNorm(limits={'*': 1.0}) with 2 optimizers. It would clip the gradients of each apart: use "
-        "one optimizer, or ClipByGlobalNorm."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'clip'"):
         Accumulator(cell, optimizers, clip=ClipByGroupNorm({"*": 1.0}))

@@ -7,8 +7,9 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import batches, line, sgd, toy, weight_of, whole
+from linear_toy import batches, line, sgd, toy, weight_of
 from mindspore import Parameter, Tensor, amp, nn, ops
+from refusal import refuses
 from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
@@ -198,14 +199,8 @@ class AnyInputs(nn.Cell):
 def test_a_network_that_mindspore_cannot_rewrite(eager, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
     network = AnyInputs()
-    text = (
-        "For 'TrainOneStepCell', the argument 'mixed_precision' must be a level that MindSpore can convert the network "
-        "to, but got O1: Please handle custom-object first. Name the inputs of each construct, in place of *inputs, or "
-        "take level 'O2'."
-    )
-    with pytest.raises(ValueError) as raised:
+    with refuses(ValueError, "'mixed_precision'", "Please handle custom-object first"):
         TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
-    assert str(raised.value) == text
     network = AnyInputs()
     TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
 
@@ -218,37 +213,23 @@ def test_a_network_is_converted_once(eager):
     del first
     TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O2")
     assert len(list(network.cells_and_names())) == cells
-    text = (
-        "For 'TrainOneStepCell', the argument 'mixed_precision' must be the level that the network has been converted "
-        "to, O2, but got O3. A network cannot be converted twice: give that level, or another network."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'mixed_precision'", "give that level"):
         TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O3")
 
 
-ONE_OF = "one of 'fp16', 'fp16_apex', 'fp16_naive', 'bf16', 'O1', 'O2', 'O3', 'auto'"
-
-
-@pytest.mark.parametrize(
-    "name, remedy", [("fp8", "MixedPrecision(...) takes single settings."), ("half", "Did you mean 'fp16'?")]
-)
+@pytest.mark.parametrize("name, remedy", [("fp8", "MixedPrecision(...)"), ("half", "Did you mean 'fp16'?")])
 def test_unknown_names_are_refused_in_a_sentence(name, remedy):
     for owner, build in (("TrainOneStepCell", TrainOneStepCell), ("Accumulator", Accumulator)):
         network = line()
-        text = f"For '{owner}', the argument 'mixed_precision' must be {ONE_OF}, but got '{name}'. {remedy}"
-        with pytest.raises(ValueError, match=whole(text)):
+        with refuses(ValueError, f"For '{owner}'", "'mixed_precision'", remedy):
             build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=name)
-    with pytest.raises(ValueError, match="^For 'Model', the argument 'mixed_precision' must be one of 'fp16'"):
+    with refuses(ValueError, "'mixed_precision'"):
         toy(mixed_precision=name)
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16", MixedPrecision(ms.bfloat16, "O2")])
 def test_bfloat16_is_refused_where_the_device_has_none(mixed_precision):
-    text = (
-        "For 'Model', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
-        "CPU. Use float16 here, for example mixed_precision='fp16'."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'mixed_precision'", "Use float16"):
         toy(mixed_precision=mixed_precision)
 
 
@@ -270,12 +251,8 @@ def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
     assert not probes.clamps_overflow()
     monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(clamped(add(a, b).asnumpy())))
     assert probes.clamps_overflow()
-    text = (
-        "For 'Model', the loss scale skips windows with an Inf, which Ascend's saturation mode never produces. Set "
-        "MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
-    )
     for searching in ("fp16", "O2", amp.DynamicLossScaler(1024.0, 2, 50), amp.FixedLossScaleManager(8.0)):
-        with pytest.raises(ValueError, match=whole(text)):
+        with refuses(ValueError, "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas"):
             mixed_precision.check_precision("Model", searching)
     # MindSpore's own step does not look for an overflow there either.
     for other in (None, amp.FixedLossScaleManager(8.0, drop_overflow_update=False)):
@@ -286,40 +263,21 @@ MANAGER = amp.FixedLossScaleManager(8.0)
 
 
 @pytest.mark.parametrize(
-    "settings, error, text",
+    "settings, error, key",
     [
-        (
-            {"amp_level": "O2", "mixed_precision": "fp16"},
-            ValueError,
-            "For 'Model', the argument 'mixed_precision' must be in accord with amp_level, but got 'fp16' beside "
-            "amp_level='O2'. Give one of the two.",
-        ),
-        (
-            {"loss_scale_manager": MANAGER, "mixed_precision": "fp16"},
-            ValueError,
-            "For 'Model', the argument 'mixed_precision' must be None with a loss_scale_manager, but got 'fp16' beside "
-            "a loss_scale_manager. MixedPrecision(..., loss_scale=manager) takes both.",
-        ),
-        (
-            {"mixed_precision": 16},
-            TypeError,
-            "For 'Model', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
-            "LossScaleManager or None, but got 16. Did you mean 'fp16'?",
-        ),
+        ({"amp_level": "O2", "mixed_precision": "fp16"}, ValueError, "amp_level='O2'"),
+        ({"loss_scale_manager": MANAGER, "mixed_precision": "fp16"}, ValueError, "loss_scale_manager"),
+        ({"mixed_precision": 16}, TypeError, "Did you mean 'fp16'?"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings, error, text):
-    with pytest.raises(error, match=whole(text)):
+def test_settings_that_contradict_each_other_are_refused(settings, error, key):
+    with refuses(error, "'mixed_precision'", key):
         toy(**settings)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", ms.float32, None])
 def test_other_dtypes_are_refused(dtype):
-    text = (
-        f"For 'MixedPrecision', the argument 'dtype' must be float16 or bfloat16, but got {dtype!r}. "
-        f"MindSpore trains in these two."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "'dtype'"):
         MixedPrecision(dtype, "O1")
     assert MixedPrecision("fp16", "O2") == MixedPrecision(ms.float16, "O2")
 
@@ -334,19 +292,16 @@ def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
 
 @pytest.mark.parametrize("given", [{}, {1: "fp16"}, {ms.float16: "fp16"}])
 def test_a_dict_of_dtypes_has_patterns(given):
-    text = (
-        "For 'MixedPrecision', the argument 'reduce_dtype' must be a dtype, or a dict of a dtype per pattern, but got"
-    )
-    with pytest.raises(ValueError, match=text):
+    with refuses(ValueError, "'reduce_dtype'"):
         MixedPrecision(reduce_dtype=given)
-    with pytest.raises(ValueError, match=r"reduce_dtype\['\*'\]' must be float32, float16 or bfloat16, but got 'int8'"):
+    with refuses(ValueError, "float16 or bfloat16"):
         MixedPrecision(reduce_dtype={"*": "int8"})
 
 
 def test_a_pattern_that_no_parameter_fits_is_refused_in_one_process_too(eager):
     network = line()
     precision = MixedPrecision(level="O0", reduce_dtype={"*typo": "fp16"})
-    with pytest.raises(ValueError, match=r"the pattern '\*typo' in 'reduce_dtype' matches no remaining parameter"):
+    with refuses(ValueError, "matches no remaining"):
         TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=precision)
 
 

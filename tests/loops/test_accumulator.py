@@ -1,7 +1,6 @@
 """Accumulator: what each call of a hand-written loop does, with Accelerate's words and MindSpore's functional idiom."""
 
 import pickle
-import re
 import sys
 
 import mindspore as ms
@@ -10,6 +9,7 @@ import pytest
 from linear_toy import ALL, descend, line, sgd, weight_of
 from loop_toy import FOUR, batch, global_step, optimizer_of, renew, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
+from refusal import refuses, warns
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, load_state, save_state
@@ -206,10 +206,7 @@ def test_gradients_without_a_loss_give_a_report_without_one(mode):
     assert [output.loss for output in outputs] == [output[0] for output in outputs] == [None, None]
     assert number(outputs[1].grad_norm) == 1 and number(outputs[1].updated) and str(outputs[1]) == "None"
     assert "loss=None" in repr(outputs[1]) and pickle.loads(pickle.dumps(outputs[1])).loss is None
-    remedy = "Call accumulator(grads, weight, loss)."
-    rule = "given with the gradients where it is asked for"
-    said = f"For 'Accumulator', the argument 'loss' must be {rule}, but got None. {remedy}"
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+    with refuses(TypeError, "'loss'", "Call accumulator(grads"):
         float(outputs[1])
 
     @ms.jit
@@ -286,12 +283,6 @@ def test_nan_in_a_compiled_function_skips_its_window(compiled_step):
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
-NOT_IN_GRAPH = (
-    "For 'Accumulator', a call inside a compiled function must be one of a single network and optimizer without a "
-    "schedule, but got more. Call it from Python."
-)
-
-
 def test_a_compiled_function_cannot_follow_a_schedule():
     network = line()
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
@@ -301,7 +292,7 @@ def test_a_compiled_function_cannot_follow_a_schedule():
     def train_step(grad):
         return accumulator((grad,))
 
-    with pytest.raises(ValueError, match="^" + re.escape(NOT_IN_GRAPH)):
+    with refuses(ValueError, "without a schedule"):
         train_step(Tensor([[1.0]]))
 
 
@@ -315,8 +306,7 @@ def test_a_compiled_function_refuses_gradients_of_other_parameters(extra):
         return accumulator(grads)
 
     grads = [Tensor([[1.0], [2.0]])] if extra is None else [Tensor([[1.0]]), Tensor(extra)]
-    shapes = re.escape(str([each.shape for each in grads]))
-    with pytest.raises(ValueError, match=rf"^For 'Accumulator', the argument 'grads' must be .* got shapes {shapes}\."):
+    with refuses(ValueError, "'grads'"):
         train_step(*grads)
     assert weight_of(network) == 0
 
@@ -417,7 +407,7 @@ def test_an_open_window_of_a_checkpoint_is_named_with_its_batches(tmp_path, eage
     accumulator.drop()
     list(train(accumulator, FOUR[:3]))
     ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "one.ckpt")))
-    with pytest.warns(UserWarning, match="a window of 1 batch was still open"):
+    with warns("still open"):
         accumulator.driver.warn_if_open("at the end")
 
 
@@ -474,20 +464,20 @@ def test_names_and_arguments_of_accelerate_are_taken():
             norm = accumulator.clip_grad_norm_(network.trainable_params(), 1.0)
             accumulator.step()
     assert number(norm) == pytest.approx(102.0, rel=1e-5) and weight_of(network) == pytest.approx(0.02, rel=1e-5)
-    with pytest.raises(ValueError, match="'parameters' must be all that are trained, but got none of 'weight'"):
+    with refuses(ValueError, "'parameters'"):
         accumulator.clip_grad_norm_([], 1.0)
     with pytest.raises(TypeError, match="'Dense' object is not iterable"):
         accumulator.clip_grad_norm_(network, 1.0)
-    with pytest.raises(ValueError, match="'norm_type' must be 2, the only norm, but got inf"):
+    with refuses(ValueError, "'norm_type'"):
         accumulator.clip_grad_norm_(network.trainable_params(), 1.0, norm_type=float("inf"))
     parameters = network.trainable_params()
     with pytest.raises(TypeError, match=r"but got 2 arguments. Call clip_grad_norm\(1.0\), or clip_grad_norm_\(p"):
         accumulator.clip_grad_norm(parameters, 1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'norm_type'"):
         accumulator.clip_grad_norm(1.0, norm_type=2.0)
-    with pytest.raises(TypeError, match="'limit' must be given alone, but got 2 arguments. Call clip_grad_value"):
+    with refuses(TypeError, "'limit'"):
         accumulator.clip_grad_value(parameters, 1.0)
-    with pytest.raises(TypeError, match="'args' must be a batch, as the network takes it, but got one number. Call ba"):
+    with refuses(TypeError, "'args'"):
         accumulator.backward(Tensor(1.0))
-    with pytest.raises(TypeError, match="the argument 'networks' must be an nn.Cell"):
+    with refuses(TypeError, "'networks'"):
         accumulator.accumulate(4)

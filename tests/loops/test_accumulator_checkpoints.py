@@ -6,6 +6,7 @@ import pytest
 from linear_toy import X, weight_of
 from loop_toy import FOUR, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
+from refusal import refuses
 from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
@@ -64,13 +65,8 @@ def test_parameters_of_one_name_are_not_saved_one_over_the_other(tmp_path):
     networks = [nn.Dense(1, 1), nn.Dense(1, 1)]
     cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
     accumulator = Accumulator(cells, [nn.SGD(network.trainable_params()) for network in networks])
-    with pytest.raises(ValueError) as caught:
+    with refuses(ValueError, "two 'weight'"):
         ms.save_checkpoint(accumulator, str(tmp_path / "two.ckpt"))
-    assert str(caught.value) == (
-        "For 'Accumulator', the argument 'network or optimizer' must be one whose parameters have names of their own, "
-        "but got two 'weight'. Rename one, such as optimizer.global_step.name = '...', or use save_state() and "
-        "load_state()."
-    )
 
 
 def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():

@@ -12,6 +12,7 @@ from linear_toy import X, batches, descend, sgd, weight_of
 from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
 from mindspore import Parameter, Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
+from refusal import refuses
 from step_probe import compilations, number
 from tiers import share_of
 
@@ -130,8 +131,7 @@ def test_data_with_an_iterator_of_its_own_of_that_name_is_refused():
 
     prepared = toy_loop(3)[1].prepare(Loader(FOUR))
     assert not hasattr(prepared, "create_tuple_iterator")
-    rule = r"'dataset' must be a pipeline of MindSpore's for create_tuple_iterator\(\), but got Loader"
-    with pytest.raises(AttributeError, match=rule):
+    with refuses(AttributeError, "'dataset'"):
         prepared.create_tuple_iterator(num_epochs=1)
 
 
@@ -162,7 +162,7 @@ def test_another_pipeline_of_a_prepared_one_is_refused():
     dataset = accumulator.prepare(NumpySlicesDataset({"data": X}, shuffle=False))
     assert dataset.get_dataset_size() == len(X)
     for make in (lambda: dataset.batch(2), lambda: dataset.repeat(2), lambda: dataset.take(1)):
-        with pytest.raises(TypeError, match="the argument 'dataset' must be prepared when it is complete, but got"):
+        with refuses(TypeError, "'dataset'"):
             make()
 
 
@@ -344,7 +344,7 @@ def after_updates(accumulator, weight):
 def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, count):
     """A clip of the weights after each batch makes the gradient of a window a mixture."""
     said = loop_by_hand(change)
-    assert ["mixes two models: the loop or another step has changed 'weight' in it" in each for each in said] == (
+    assert ["mixes two models: the loop or another step has changed 'weight' inside it" in each for each in said] == (
         [True] * count
     )
 

@@ -19,6 +19,7 @@ from loop_toy import (
 )
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.experimental.optim import lr_scheduler
+from refusal import warns
 from step_probe import Weights, compilations, number
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByValue
@@ -157,7 +158,7 @@ def test_a_scheduler_that_is_called_before_the_first_update_is_named(place, step
     _, accumulator = toy_loop(steps, adjustable_sgd)
     scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
     rates = []
-    with pytest.warns(UserWarning, match="a prepared scheduler must follow the update, but got it before"):
+    with warns("scheduler.step() came before the update"):
         if place == "before the loop":
             scheduler.step()
         for each in FOUR[:steps]:
@@ -213,7 +214,7 @@ def test_a_scheduler_that_cannot_see_the_updates_of_a_graph_is_named(monkeypatch
         return accumulator(grads, 2.0, loss)
 
     train_batch(*FOUR[0])
-    with pytest.warns(UserWarning, match="a prepared scheduler does not see the updates of a compiled accumulator"):
+    with warns("prepared scheduler does"):
         scheduler.step()
     assert rate(accumulator) == pytest.approx(0.02)
 
@@ -261,7 +262,7 @@ def test_a_rate_that_is_a_number_in_a_group_is_the_one_reported():
     accumulator.backward(*first[0])
     optimizer.param_groups[0]["lr"] = 0.005
     accumulator.backward(*first[1])
-    with pytest.warns(UserWarning, match="the learning rate has changed between the batches"):
+    with warns("rate has changed"):
         accumulator.step()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from linear_toy import ALL, batches, descend, line, sgd, toy, toy_with_metrics, weight_of
 from mindspore import Parameter, Tensor, nn, ops, train
+from refusal import refuses
 from state_probe import BATCHES, Net, new_loop, new_step
 
 from ms_gradaccum import (
@@ -307,7 +308,7 @@ def test_a_state_must_be_loaded_with_the_averages_that_it_was_saved_with(tmp_pat
     step = new_step()
     step.add_callback(EMA())
     save_state(step, tmp_path / "with")
-    with pytest.raises(ValueError, match="also has ema.first.bias, .* Nothing was changed"):
+    with refuses(ValueError, "also has ema.first.bias", "Nothing was changed"):
         load_state(new_step(), tmp_path / "with")
     save_state(new_step(), tmp_path / "without")
     with pytest.raises(ValueError, match="lacks ema.first.bias, "):
@@ -410,12 +411,11 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
         with ema.swapped():
             pass
 
-    begin = "the network must have its weights, but got the averages of an EMA. Leave ema.swapped() first."
     with ema.swapped():
         for work in (lambda: step(*BATCHES[1]), step.flush, lambda: save_state(step, tmp_path), swap):
-            with pytest.raises(RuntimeError, match=re.escape(begin)):
+            with refuses(RuntimeError, "Leave ema.swapped() first"):
                 work()
-        with pytest.raises(RuntimeError, match=re.escape(begin)):
+        with refuses(RuntimeError, "Leave ema.swapped() first"):
             load_state(step, tmp_path)
     assert len(list(tmp_path.glob("state-*"))) == 1
 
@@ -442,18 +442,18 @@ def test_wrong_arguments_are_refused(arguments, kind, text):
 def test_what_it_cannot_average_is_refused(eager):
     step = new_step()
     ema = EMA()
-    with pytest.raises(RuntimeError, match="For 'EMA', a training step must have it, but got none."):
+    with refuses(RuntimeError, "training step"):
         with ema.swapped():
             pass
     step.add_callback(ema)
     for again in (lambda: step.add_callback(EMA()), lambda: new_step().add_callback(ema)):
-        with pytest.raises(ValueError, match="must be the only one of one training step, but got a second EMA or step"):
+        with refuses(ValueError, "EMA or step"):
             again()
     networks = [line(), line()]
     is_distributed = Accumulator(
         [nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks]
     )
-    with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got several."):
+    with refuses(ValueError, "Accumulator of several"):
         is_distributed.add_callback(EMA())
     network = line()
     network.weight.requires_grad = False
@@ -461,18 +461,18 @@ def test_what_it_cannot_average_is_refused(eager):
     model.train_network.network.set_grad(False)
     for weight in model.train_network.network.get_parameters():
         weight.requires_grad = False
-    with pytest.raises(ValueError, match="must be one for a network with parameters to average, but got 0."):
+    with refuses(ValueError, "parameters to average"):
         model.train(1, batches(8), callbacks=EMA())
 
 
 def test_models_that_do_not_tell_it_of_updates_are_refused(eager):
     network = line()
     stock = train.Model(network, nn.MSELoss(), sgd(network))
-    with pytest.raises(TypeError, match="'EMA', the training step must be a TrainOneStepCell of ms_gradaccum, but got"):
+    with refuses(TypeError, "TrainOneStepCell of ms_gradaccum"):
         stock.train(1, batches(8), callbacks=EMA())
     network = line()
     step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
-    with pytest.raises(ValueError, match="For 'EMA', the training step must tell it of updates"):
+    with refuses(ValueError, "training step"):
         train.Model(step).train(1, batches(8), callbacks=EMA())
     ema = EMA()
     step.add_callback(ema)
@@ -485,9 +485,9 @@ def test_another_network_is_not_evaluated_in_its_place(eager):
     _, other = toy_with_metrics()
     ema = EMA()
     model.train(1, batches(8), callbacks=ema)
-    with pytest.raises(ValueError, match="'eval_network' must be the one whose weights are averaged"):
+    with refuses(ValueError, "'eval_network'"):
         other.eval(batches(8), callbacks=ema)
-    with pytest.raises(RuntimeError, match="a training step must have it, but got none"):
+    with refuses(RuntimeError, "training step"):
         other.eval(batches(8), callbacks=EMA())
 
 
@@ -498,7 +498,7 @@ def test_a_sink_of_several_batches_is_refused(eager):
     model.train_network.add_callback(ema)
     params = train.callback._callback.InternalCallbackParam()
     params.update(train_network=model.train_network, dataset_sink_mode=True, sink_size=4)
-    with pytest.raises(ValueError, match="'sink_size' must be 1 in data sink mode, but got 4."):
+    with refuses(ValueError, "'sink_size'"):
         ema.on_train_begin(train.RunContext(params))
     params.sink_size = 1
     ema.on_train_begin(train.RunContext(params))

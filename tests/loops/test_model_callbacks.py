@@ -10,7 +10,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import ALL, Recorder, X, batches, descend, line, toy, toy_with_metrics, weight_of, whole
+from linear_toy import ALL, Recorder, X, batches, descend, line, toy, toy_with_metrics, weight_of
 from mindspore import Tensor, amp, experimental, nn, ops
 from mindspore.train import (
     BackupAndRestore,
@@ -26,6 +26,7 @@ from mindspore.train import (
     SummaryCollector,
     TimeMonitor,
 )
+from refusal import refuses
 
 from ms_gradaccum import ClipByGlobalNorm, Model
 
@@ -86,11 +87,7 @@ def test_loss_monitor_ends_the_training_at_an_invalid_loss(last_window):
     rows = X.copy()
     rows[3] = np.nan
     network, model = toy(accumulation_steps=3, last_window=last_window)
-    text = (
-        "For 'Model', the loss must be finite, but got nan in epoch 1, step 2. LossMonitor ends the training here; "
-        "without it the window is skipped."
-    )
-    with pytest.raises(ValueError, match=whole(text)):
+    with refuses(ValueError, "ends the training"):
         model.train(1, batches(2, rows), LossMonitor())
     assert weight_of(network) == 0
     # What the bad rows left in the window would end each later training too.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from linear_toy import batches, descend, line, sgd, weight_of
 from mindspore import ParameterTuple, nn, ops
+from refusal import refuses
 
 from ms_gradaccum import EMA, ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
 
@@ -72,7 +73,7 @@ CELLS = {
 )
 def test_settings_beside_a_training_cell_are_refused(kind, settings):
     _, loss, optimizer = parts()
-    with pytest.raises(ValueError, match=f"with {next(iter(settings))}. Give the loss cell inside it, and optimizer="):
+    with refuses(ValueError, next(iter(settings)), "loss cell inside"):
         Model(CELLS[kind](loss, optimizer), **settings)
 
 
@@ -101,7 +102,7 @@ def test_a_training_without_an_optimizer_ends_before_anything_runs(wrap, setting
             begun.append(True)
 
     for train in (model.train, model.fit):
-        with pytest.raises(ValueError, match="'optimizer' must be given for a training, but got None"):
+        with refuses(ValueError, "'optimizer'", "given for a training"):
             train(1, batches(2), callbacks=[Begun()])
     assert not begun and weight_of(network) == 0.0
 
@@ -116,7 +117,7 @@ def test_a_model_without_an_optimizer_evaluates_whatever_its_settings():
 @pytest.mark.parametrize("name", ["network", "loss_fn", "eval_network"])
 def test_an_optimizer_in_another_place_is_refused(name):
     _, loss, optimizer = parts()
-    with pytest.raises(TypeError, match=f"'{name}' must not be an optimizer, but got SGD. Give it as optimizer="):
+    with refuses(TypeError, f"'{name}'", "Give it as optimizer="):
         Model(**{"network": loss, name: optimizer})
 
 
@@ -137,10 +138,7 @@ def warned(rates, epochs=2, passes=1, **settings):
 def test_a_list_of_rates_for_each_batch_is_said_once():
     """Two epochs of four batches make two updates."""
     (text,) = warned([0.001] * 8, passes=2)
-    assert text == (
-        "For 'Model', a list of learning rates must have an entry for each update, but got 8 for 2 updates with 8 "
-        "batches. Build it with 2 entries."
-    )
+    assert "learning rates" in text and "got 8 for 2 updates of 8 batches" in text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, _c_expression, nn, ops
 from mindspore.amp import StaticLossScaler
+from refusal import refuses, warns
 from step_probe import number
 
 from ms_gradaccum import Accumulator
@@ -60,7 +61,7 @@ def whole_windows():
 def test_a_second_backward_pass_of_a_batch_is_refused(eager):
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
-    with pytest.raises(RuntimeError, match="must have one backward pass in accumulate"), accumulator.accumulate():
+    with refuses(RuntimeError, "pass in accumulate"), accumulator.accumulate():
         accumulator.backward(Tensor(REAL[:2]), 1.0)
         accumulator.backward(Tensor(FAKE[:2]), 0.0)
 
@@ -223,7 +224,7 @@ def test_a_loop_that_calls_loss_backward_alone_is_named(backward_of_tensors, pre
     optimizer = momentum(critic)
     accumulator = Accumulator(critic, optimizer)
     stepper = accumulator.prepare(optimizer) if prepares else accumulator
-    with pytest.warns(UserWarning, match=r"step\(\) must follow its backward\(\), but got the first 4") as told:
+    with warns("step() must follow") as told:
         for number_of_step in range(1, 7):
             with nullcontext() if prepares else accumulator.accumulate():
                 critic(Tensor(REAL), 1.0).backward()
@@ -252,7 +253,5 @@ def test_an_update_does_not_move_the_loss_of_before():
 
 def test_a_tensor_without_a_backward_pass_is_refused(eager):
     critic = Critic()
-    with pytest.raises(
-        TypeError, match=r"must be a batch, as the network takes it, but got one number\. Call backward"
-    ):
+    with refuses(TypeError, "Call backward"):
         Accumulator(critic, momentum(critic)).backward(critic(Tensor(REAL), 1.0))

@@ -17,11 +17,12 @@ from loop_toy import FOUR, adjustable_sgd, toy_loop, train, updates_of
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental.optim.lr_scheduler import StepLR
+from refusal import refuses, warns
 
 from ms_gradaccum import Accumulator, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
-OPEN = "For 'Accumulator', a window of {} was still open {}, but no update was made with it. Call flush()"
+OPEN = "For 'Accumulator', a window of {} was still open {}, and no update was made with it. Call flush()"
 
 
 def own_loop(steps):
@@ -64,8 +65,7 @@ def test_a_pass_over_other_data_than_its_size_says_is_named(lengths, found, recw
 @pytest.mark.parametrize("steps_too_late", [False, True])
 def test_a_loop_that_throws_its_windows_away_from_the_beginning_is_named(steps_too_late):
     network, accumulator = toy_loop(1)
-    rule = "must be followed by step(), but got zero_grad() for the first 4, so nothing has been trained yet"
-    with pytest.warns(UserWarning, match=re.escape(rule)) as told:
+    with warns("nothing has been") as told:
         for each in FOUR:
             with accumulator.accumulate():
                 accumulator.backward(*each)
@@ -89,6 +89,7 @@ def test_windows_that_a_training_throws_away_now_and_then_are_not_named():
 PROGRAM = """
 import numpy as np
 from mindspore import Tensor, nn
+from refusal import refuses, warns
 from ms_gradaccum import Accumulator
 network = nn.Dense(1, 1)
 accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 3)
@@ -182,7 +183,7 @@ def rate_loop(steps):
 def test_a_rate_that_moves_inside_a_window_is_named():
     optimizer, accumulator = rate_loop(4)
     scheduler = StepLR(optimizer, 1, 0.5)
-    with pytest.warns(UserWarning, match="the learning rate has changed between the batches of a window, but") as told:
+    with warns("rate has changed") as told:
         for _ in train(accumulator, FOUR * 2):
             scheduler.step()
     assert len(told) == 1
@@ -204,7 +205,7 @@ def test_a_rate_that_moves_inside_the_window_of_a_step_is_named():
     scheduler = StepLR(optimizer, 1, 0.5)
     step(*FOUR[0])
     scheduler.step()
-    with pytest.warns(UserWarning, match="For 'TrainOneStepCell', the learning rate has changed between the batches"):
+    with warns("rate has changed"):
         step(*FOUR[1])
 
 
@@ -272,8 +273,7 @@ def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
 
     monkeypatch.setattr(accumulator.windows[0].ends.of_optimizers[1], "finish", fails)
     accumulator.backward(*FOUR[0])
-    told = "the update of optimizer 2 of 2 failed, but those before it have updated already, and the window is gone"
-    with pytest.warns(UserWarning, match=told), pytest.raises(OSError):
+    with warns("update of optimizer"), pytest.raises(OSError):
         accumulator.step()
     assert weight_of(network) != 0
 
@@ -283,8 +283,7 @@ def test_what_trains_is_not_copied(make_copy):
     network = line()
     step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
     for trained in (step, toy_loop(2)[1]):
-        rule = f"For '{type(trained).__name__}', a training step must be built where it is used, but got a copy"
-        with pytest.raises(TypeError, match=rule):
+        with refuses(TypeError, "training step"):
             make_copy(trained)
 
 
@@ -308,5 +307,5 @@ def test_a_second_thread_in_a_batch_is_refused():
 
     with step.events.listening([Meanwhile()]):
         step(*FOUR[0])
-    assert errors and "For 'TrainOneStepCell', a training must be that of one thread, but got a batch" in errors[0]
+    assert errors and "a batch began while another one was still running" in errors[0]
     assert weight_of(network) == pytest.approx(0.2, rel=1e-5)

@@ -4,8 +4,9 @@ import warnings
 
 import numpy as np
 import pytest
-from linear_toy import X, descend, line, sgd, whole
+from linear_toy import X, descend, line, sgd
 from mindspore import Tensor
+from refusal import refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation
 
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 UNWEIGHTED = (
-    "For 'Accumulator', gradients of other numbers of rows need a weight, but got none: all batches and ranks count "
-    "alike. Call accumulator(grads, len(x), loss), or prepare the dataset."
+    "For 'Accumulator', batches of different sizes need a weight, but got none: all batches and ranks count alike. "
+    "Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 
 
@@ -79,7 +80,5 @@ def test_sums_need_no_weight():
 
 def test_the_weight_is_checked_as_ever():
     network = line()
-    with pytest.raises(
-        ValueError, match=whole("For 'Accumulator', the argument 'weight' must be a number of at least 0")[:-1]
-    ):
+    with refuses(ValueError, "'weight'", "at least 0"):
         Accumulator(network, sgd(network))((Tensor(np.ones((1, 1), np.float32)),), -1.0)

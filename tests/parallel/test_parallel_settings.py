@@ -6,6 +6,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from refusal import refuses, warns
 
 from ms_gradaccum import HSDP, Accumulator, DataParallel, TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parameters_sent
@@ -63,12 +64,7 @@ def test_wrong_settings_are_refused(kind, settings, error, text):
 )
 def test_optimizers_that_look_at_whole_parameters_are_refused(build):
     optimizer = build(nn.Dense(2, 2).trainable_params())
-    text = (
-        f"For 'HSDP', the argument 'optimizer' must be one that works element by element, but got "
-        f"{type(optimizer).__name__}, which looks at whole parameters. Use an optimizer that works element by element, "
-        f"or DataParallel() without sync_each_batch."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with refuses(ValueError, "'optimizer'", "looks at whole"):
         check_shardable(optimizer)
 
 
@@ -96,13 +92,25 @@ def test_an_optimizer_around_another_one_is_refused():
     """The one inside would update whole parameters with this rank's rows of their gradients."""
     optimizer = nn.SGD(nn.Dense(2, 2).trainable_params())
     optimizer.inner = nn.AdamWeightDecay(optimizer.parameters)
-    with pytest.raises(ValueError, match="but got SGD, which has AdamWeightDecay inside. Use an optimizer that works"):
+    with refuses(ValueError, "Use an optimizer that works"):
         check_shardable(optimizer)
+
+
+class ClippedSGD(nn.SGD):
+    def construct(self, grads):
+        return super().construct(ops.clip_by_global_norm(grads, 1.0))
 
 
 class DecayedSGD(nn.SGD):
     def construct(self, grads):
         return super().construct(tuple(grad + 0.1 * weight for grad, weight in zip(grads, self.parameters)))
+
+
+def test_an_optimizer_whose_code_takes_a_norm_is_reported():
+    """Each rank would clip by the norm of its own rows, and train another thing than one process."""
+    weights = nn.Dense(2, 2).trainable_params()
+    with warns("optimizer must work"):
+        check_shardable(ClippedSGD(weights, 0.1))
 
 
 @pytest.mark.parametrize("kind", [DecayedSGD, nn.SGD, nn.AdamWeightDecay, nn.FTRL, experimental.AdamW])
@@ -114,11 +122,7 @@ def test_an_optimizer_that_works_element_by_element_is_taken_in_silence(kind, re
 def test_float64_parameters_cannot_be_added_up_over_processes():
     parameters = [Parameter(Tensor([1.0], ms.float32), "small"), Parameter(Tensor([1.0], ms.float64), "large")]
     check_parameters_sent("TrainOneStepCell", parameters[:1])
-    sentence = (
-        "For 'TrainOneStepCell', the argument 'network' must be one without float64 parameters in several processes, "
-        "but got 'large' of float64. MindSpore's AllReduce knows no float64: use float32, or one process."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+    with refuses(ValueError, "'network'", "parameters in several"):
         check_parameters_sent("TrainOneStepCell", parameters)
 
 
@@ -128,9 +132,7 @@ def test_what_the_compiler_would_partition_is_refused_on_cpu(mode, build):
     network = nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())
     ms.set_auto_parallel_context(parallel_mode=mode)
     try:
-        with pytest.raises(
-            ValueError, match="must be outside semi-auto-parallel mode on CPU, but got a context in that mode. Call mi"
-        ):
+        with refuses(ValueError, "semi-auto-parallel mode"):
             build(network, nn.SGD(network.trainable_params(), 0.1))
     finally:
         ms.reset_auto_parallel_context()

@@ -200,7 +200,7 @@ PROGRAMS = {
     "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
     "mask in single rows": Program(Masked, batches=causal(ROWS), parts=ROWS, named=NOT_A_BATCH, faces=SPLIT),
     "number per row in a list": Program(
-        WeightedRows, batches=with_list, parts=ROWS, named="'weights' should be a tensor", faces=SPLIT
+        WeightedRows, batches=with_list, parts=ROWS, named="'weights' seems to have an item per row", faces=SPLIT
     ),
     "tensors in a UserDict": Program(
         OfMapping, batches=tokens, named="got a UserDict", faces=("step 1", "step 4"), modes=("PYNATIVE",)

@@ -348,7 +348,7 @@ PROGRAMS = {
     "numpy of values, typed": Program(TypedNumpy),
     "numpy beside the loss": Program(NumpyBeside, **ONLY_EAGER),
     "numpy beside the loss, compiled": Program(
-        NumpyBeside, modes=("GRAPH",), named="but got no tensor but a Python object", names_whole=True
+        NumpyBeside, modes=("GRAPH",), named="but got a Python object", names_whole=True
     ),
     "backward hook of a cell": Program(Net, prepare=hook_cell, warned=BACKWARD, **ONLY_EAGER),
     "forward hook of a cell": Program(Net, prepare=hook_forward, **ONLY_EAGER),

@@ -3,7 +3,7 @@
 Code is equal but for comments and docstrings, drawings (``text``) have as many lines, tables have the same numbers and
 names in each cell, and the text the same figures. The head of a Chinese page has a hash of the English one, which this
 test compares. After a change of an English page, look at its twin and translate what has changed. This prints the heads
-that Chinese pages should have::
+that Chinese pages should have, and copies the messages that docs/troubleshooting.md quotes into its twin::
 
     python tests/project/test_chinese_pages.py
 """
@@ -26,6 +26,8 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}\S.*\n)+")
 # Of shells and of diffs; Python's are no part of its syntax tree.
 _COMMENT = re.compile(r"(^|\s)#.*$", re.M)
+# A message in the first cell of a row.
+_QUOTE = re.compile(r"^\| `[^`]+` \|", re.M)
 # Months are words in English.
 _NUMBER = re.compile(r"\b\d+(?:[.,]\d+)*(?:e-?\d+)?(?! 月)", re.A)
 
@@ -102,6 +104,12 @@ def differing(ours, theirs):
 def outline_of(text):
     """The levels of the headings."""
     return [len(level) for level in re.findall(r"^(#+) ", _BLOCK.sub("", text), re.M)]
+
+
+def with_quotes_of(twin, page):
+    """The text of a twin, whose tables quote the same messages as those of a page."""
+    quotes = iter(_QUOTE.findall(page))
+    return _QUOTE.sub(lambda _: next(quotes), twin)
 
 
 def pairs():
@@ -202,6 +210,8 @@ def test_a_change_is_seen(old, new, of):
 
 
 if __name__ == "__main__":
+    quoting = ZH / "troubleshooting.md"
+    quoting.write_text(with_quotes_of(quoting.read_text(), TWINS[quoting].read_text()))
     for twin, page in TWINS.items():
         is_new = "" if twin.read_text().startswith(head_of(page)) else "  (new)"
         print(f"{twin.relative_to(ROOT)}: {head_of(page)}{is_new}")

@@ -41,11 +41,11 @@ LINES = Tensor(X), Tensor(2 * X)
 PROVOKED = {}
 
 
-def says(beginning):
-    """Register what provokes the sentence of the page that begins so."""
+def says(key):
+    """Register what provokes the sentence of the page that has these words."""
 
     def register(provoke):
-        PROVOKED[beginning] = provoke
+        PROVOKED[key] = provoke
         return provoke
 
     return register
@@ -72,7 +72,7 @@ class Returning(nn.Cell):
         return self.make(self.cell(x, y))
 
 
-@says("For 'TrainOneStepCell', the argument 'optimizer' must be one over parameters of the network")
+@says("optimizer of the network's")
 def another_networks_optimizer(*_):
     TrainOneStepCell(loss_cell(), sgd(line()))
 
@@ -83,12 +83,17 @@ class Complex(nn.Cell):
         self.weight = Parameter(Tensor([1j], ms.complex64), "weight")
 
 
-@says("For 'TrainOneStepCell', the argument 'optimizer' must be one over parameters of real numbers")
+@says("optimizer of mindspore.nn")
+def an_optimizer_class(*_):
+    TrainOneStepCell(loss_cell(), nn.SGD)
+
+
+@says("optimizer of real")
 def a_complex_parameter(*_):
     step_of(Complex())
 
 
-@says("For 'TrainOneStepCell', the argument 'optimizer' cannot be changed after construction")
+@says("argument 'optimizer' cannot")
 def another_optimizer_for_a_built_step(*_):
     cell = loss_cell()
     step = step_of(cell)
@@ -96,14 +101,14 @@ def another_optimizer_for_a_built_step(*_):
     step.optimizer = sgd(cell)
 
 
-@says("For 'TrainOneStepCell', its optimizer must be called by nobody else")
+@says("was also called directly")
 def an_optimizer_that_is_called_beside_its_step(*_):
     cell = loss_cell()
     step = step_of(cell)
     step.optimizer(tuple(parameter.value() for parameter in step.optimizer.parameters))
 
 
-@says("For 'TrainOneStepCell', the step must be the last one that was built for its optimizer")
+@says("step now belongs")
 def a_step_that_another_one_has_followed(*_):
     cell = loss_cell()
     step = step_of(cell)
@@ -112,7 +117,7 @@ def a_step_that_another_one_has_followed(*_):
     del follower
 
 
-@says("For 'TrainOneStepCell', the argument 'optimizer' must be one whose parameters stay the same")
+@says("'optimizer' must keep")
 def a_group_that_is_added_to_a_built_step(*_):
     network = nn.SequentialCell(line(), nn.Dense(1, 1))
     optimizer = experimental.SGD(network[0].trainable_params(), 0.1)
@@ -122,13 +127,13 @@ def a_group_that_is_added_to_a_built_step(*_):
     step(*LINES)
 
 
-@says("For 'GradAccumulation', the argument 'network' must be a loss cell")
+@says("must be a loss cell")
 def a_step_in_a_step(*_):
     cell = loss_cell()
     step_of(nn.TrainOneStepCell(cell, sgd(cell)), optimizer=sgd(cell))
 
 
-@says("For 'TrainOneStepCell', the argument 'construct' must be that of TrainOneStepCell")
+@says("never be called")
 def an_own_construct(*_):
     class Own(TrainOneStepCell):
         def construct(self, *inputs):
@@ -138,83 +143,95 @@ def an_own_construct(*_):
     Own(cell, sgd(cell))
 
 
-@says("For 'TrainOneStepCell', the argument 'sens' must be None or 1.0")
+@says("None or 1.0")
 def a_number_of_batches_as_the_third_argument(*_):
     cell = loss_cell()
     TrainOneStepCell(cell, sgd(cell), 4)
 
 
-@says("For 'GradAccumulation', the argument 'network' must be a network without GradAccumulation")
+@says("'network' must not contain")
 def one_in_the_other(*_):
     GradAccumulation(GradAccumulation(loss_cell(), 2), 2)
 
 
-@says("For 'Model', unexpected argument")
+@says("unexpected argument")
 def an_argument_for_boost(*_):
     cell = loss_cell()
     Model(cell, optimizer=sgd(cell), boost_config_dict={"boost": {"mode": "manual"}})
 
 
-@says("For 'TrainOneStepCell', the argument 'mixed_precision' must be one that the device has")
+@says("bfloat16 on CPU")
 def bfloat16_on_cpu(*_):
     step_of(loss_cell(), mixed_precision="bf16")
 
 
-@says("For 'GradAccumulation', the argument 'network' must return its mean loss")
+@says("return its mean")
 def logits_for_a_loss(*_):
     step_of(GradAccumulation(line(), 2))(LINES[0])
 
 
-@says("For 'GradAccumulation', the argument 'losses' must say")
+@says("scalar losses")
 def two_losses(*_):
     step_of(GradAccumulation(Returning(lambda loss: (loss, 2 * loss)), 2))(*LINES)
 
 
-@says("For 'GradAccumulation', the argument 'network' must return its weight")
+@says("return its weight")
 def a_weighted_loss_without_a_weight(*_):
     step_of(GradAccumulation(Returning(lambda loss: (loss, None)), 1, weighted=True))(*LINES)
 
 
-@says("For 'GradAccumulation', the inputs must have the same number of rows")
+@says("rows on their")
 def an_input_of_other_rows(*_):
     step_of(GradAccumulation(loss_cell(), 2))(LINES[0], LINES[1][:4])
 
 
-@says("For 'TokenMeanLoss', the backbone must take the inputs before the last one")
+@says("inputs do not fit")
+def a_network_without_its_loss(*_):
+    step_of(GradAccumulation(line(), 2))(*LINES)
+
+
+@says("dataset has no batch()")
+def a_dataset_of_single_rows(*_):
+    network = line()
+    rows = NumpySlicesDataset((X, X[:, 0]), shuffle=False)
+    Model(network, nn.MSELoss(), sgd(network)).train(1, rows)
+
+
+@says("backbone must take")
 def a_backbone_with_its_own_loss(*_):
     step_of(TokenMeanLoss(loss_cell()))(*LINES)
 
 
-@says("For 'TokenMeanLoss', a cell as 'head' must be an nn.Dense or a mint.nn.Linear without an activation")
+@says("'head' must be an nn.Dense")
 def a_head_of_another_class(*_):
     TokenMeanLoss(nn.Dense(4, 4), head=nn.Dense(4, 9, activation="relu"))
 
 
-@says("For 'TokenMeanLoss', the weight of 'head' must have the shape (classes, width)")
+@says("(classes, width)")
 def a_convolution_as_a_head(*_):
     TokenMeanLoss(nn.Dense(4, 4), head=nn.Conv1d(4, 9, 1).weight)
 
 
-@says("For 'TokenMeanLoss', the backbone must return hidden states of the width")
+@says("hidden states of the width")
 def a_network_with_its_head_inside(*_):
     network = nn.SequentialCell(nn.Dense(1, 4), nn.Dense(4, 9))
     step_of(TokenMeanLoss(network, head=network[1]))(LINES[0], Tensor(np.zeros(8, np.int32)))
 
 
-@says("For 'GradAccumulation', the argument 'micro_tokens' must be at least the length of each row")
+@says("at least the length of each row")
 def a_row_of_too_many_tokens(*_):
     words = Tensor(np.ones((4, 9, 1), np.float32))
     step_of(GradAccumulation(loss_cell(), micro_tokens=8))(words, words)
 
 
-@says("For 'TrainOneStepCell', MindSpore must be able to compile the network")
+@says("MindSpore cannot compile")
 def what_no_graph_can_do(monkeypatch, _):
     monkeypatch.delenv("MS_JIT")
     ms.set_context(mode=ms.GRAPH_MODE)
     step_of(Returning(lambda loss: loss + undefined))(*LINES)  # noqa: F821
 
 
-@says("For 'TrainOneStepCell', the argument 'compile' must be None where the network has hooks")
+@says("network with hooks")
 def a_hook(monkeypatch, _):
     monkeypatch.delenv("MS_JIT")
     cell = loss_cell()
@@ -231,24 +248,24 @@ class Lookup(nn.Cell):
         return self.rows(x).mean()
 
 
-@says("For 'TrainOneStepCell', the argument 'network' must be one of dense gradients in PYNATIVE mode")
+@says("gradients in PYNATIVE")
 def a_sparse_lookup(*_):
     network = Lookup()
     step_of(network, optimizer=nn.LazyAdam(network.trainable_params()))(Tensor([[1], [2]], ms.int32))
 
 
-@says("For 'TrainOneStepCell', the network is in evaluation mode")
+@says("network is in evaluation")
 def dropout_in_evaluation_mode(*_):
     step_of(nn.WithLossCell(nn.SequentialCell(line(), nn.Dropout(p=0.5)), nn.MSELoss()))(*LINES)
 
 
-@says("For 'TrainOneStepCell', BatchNorm1d takes the mean and the variance of each micro batch")
+@says("takes the mean")
 def batch_norm_in_training(*_):
     cell = nn.WithLossCell(nn.SequentialCell(line(), nn.BatchNorm1d(1)), nn.MSELoss()).set_train()
     step_of(GradAccumulation(cell, 2))(*LINES)
 
 
-@says("For 'Model', a cell that was set to evaluation mode")
+@says("sets all cells")
 def a_frozen_cell_that_training_wakes(*_):
     norm = nn.BatchNorm1d(1)
     cell = nn.WithLossCell(nn.SequentialCell(line(), norm), nn.MSELoss())
@@ -256,12 +273,12 @@ def a_frozen_cell_that_training_wakes(*_):
     Model(cell, optimizer=sgd(cell)).train(1, batches(4))
 
 
-@says("For 'GradAccumulation', micro_size=16 exceeds the 8 rows of the batch")
+@says("exceeds the 8")
 def more_micro_batches_than_rows(*_):
     step_of(GradAccumulation(loss_cell(), 16))(*LINES)
 
 
-@says("For 'GradAccumulation', the rows must be on the axis that the network takes for them")
+@says("1 for GRU")
 def as_many_times_as_rows(*_):
     class Recurrent(nn.Cell):
         def __init__(self):
@@ -274,20 +291,17 @@ def as_many_times_as_rows(*_):
     step_of(GradAccumulation(Recurrent(), 2))(ops.ones((8, 8, 3)))
 
 
-UNMEASURED = "For 'GradAccumulation', the loss of micro batches could not be measured: "
-
-
-@says("For 'GradAccumulation', the loss of two micro batches together is not the mean of their losses")
+@says("loss of two")
 def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
 
 
-@says("For 'GradAccumulation', the sums and weights of two micro batches do not add up")
+@says("sums and weights")
 def a_mean_with_a_weight(*_):
     step_of(GradAccumulation(Returning(lambda loss: (loss, Tensor(2.0))), 2, weighted=True))(*LINES)
 
 
-@says("For 'GradAccumulation', the gradient of two micro batches together is not the sum of their gradients")
+@says("gradient of two")
 def a_term_that_does_not_show_in_the_loss(*_):
     class Hidden(Returning):
         def construct(self, x, y):
@@ -311,17 +325,17 @@ class Counted(Returning):
         return self.cell(x, y) * (0.37 * self.count)
 
 
-@says("For 'GradAccumulation', the forward pass changes")
+@says("forward pass changes")
 def a_loss_that_grows_with_each_call(*_):
     step_of(GradAccumulation(Counted(), 2))(*LINES)
 
 
-@says("For 'GradAccumulation', the same rows have another loss in each pass")
+@says("rows have another")
 def a_loss_that_grows_before_a_sink(*_):
     step_of(GradAccumulation(Counted(), 2)).body.measure_loss(LINES)
 
 
-@says("For 'TrainOneStepCell', the batches of a window have different lengths")
+@says("window have different")
 def batches_of_other_lengths(*_):
     class Mean(nn.Cell):
         def __init__(self):
@@ -336,7 +350,7 @@ def batches_of_other_lengths(*_):
         step(ops.ones((4, length)))
 
 
-@says(f"{UNMEASURED}the network takes 4 rows, but not 8")
+@says("network takes 4")
 def a_loss_of_four_rows(*_):
     class OfFour(Returning):
         def construct(self, x, y):
@@ -345,7 +359,7 @@ def a_loss_of_four_rows(*_):
     step_of(GradAccumulation(OfFour(lambda loss: loss), 2))(*LINES)
 
 
-@says(f"{UNMEASURED}the network reads an iterator")
+@says("reads an iterator")
 def a_network_that_reads_an_iterator(*_):
     class Reading(Returning):
         def __init__(self):
@@ -358,7 +372,7 @@ def a_network_that_reads_an_iterator(*_):
     step_of(GradAccumulation(Reading(), 2))(*LINES)
 
 
-@says(f"{UNMEASURED}its forward pass communicates")
+@says("measured: its forward")
 def a_forward_pass_that_communicates(*_):
     class Sending(Returning):
         def __init__(self):
@@ -374,7 +388,7 @@ def a_forward_pass_that_communicates(*_):
     step(*LINES)
 
 
-@says(f"{UNMEASURED}the step is part of a larger graph.")
+@says("measured: the step")
 def a_step_in_a_larger_graph(monkeypatch, _):
     class Outer(nn.Cell):
         def __init__(self):
@@ -389,12 +403,12 @@ def a_step_in_a_larger_graph(monkeypatch, _):
     Outer()(*LINES)
 
 
-@says("For 'GradAccumulation', the inputs must be tensors, tuples, lists and dicts")
+@says("tensors, tuples, lists")
 def what_is_like_a_dict(*_):
     step_of(GradAccumulation(Returning(lambda loss: loss), 2))(*LINES[:1], UserDict(y=LINES[1]))
 
 
-@says("For 'GradAccumulation', the input 'y' should be a tensor")
+@says("input 'y' seems")
 def a_number_per_row_in_a_list(*_):
     class OfList(Returning):
         def construct(self, x, y):
@@ -403,32 +417,32 @@ def a_number_per_row_in_a_list(*_):
     step_of(GradAccumulation(OfList(None), 2))(LINES[0], [1.0] * 8)
 
 
-@says("For 'GradAccumulation', the inputs that are cut into single rows")
+@says("cut into single")
 def a_mask_that_is_as_long_as_the_batch(*_):
     step_of(GradAccumulation(Returning(lambda loss: loss), 8))(LINES[0], ops.ones((8, 8)))
 
 
-@says("For 'TrainOneStepCell', the hook of the parameter")
+@says("hook of the parameter")
 def a_hook_of_a_parameter(*_):
     cell = loss_cell()
     cell.trainable_params()[0].register_hook(lambda gradient: gradient.clip(-1.0, 1.0))
     step_of(GradAccumulation(cell, 2))(*LINES)
 
 
-@says("For 'TrainOneStepCell', what the network does in the backward pass")
+@says("what the network")
 def a_hook_in_a_window_of_several_batches(*_):
     cell = loss_cell()
     cell.register_backward_hook(lambda hooked, grad_input, grad_output: None)
     step_of(cell, accumulation_steps=2)(*LINES)
 
 
-@says("For 'GradAccumulation', the train cell around it is not one of ms_gradaccum")
+@says("train cell around")
 def mindspores_own_step(*_):
     cell = loss_cell()
     nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
 
 
-@says("For 'TrainOneStepCell', a check that only warns has failed, but the training goes on:")
+@says("check that only")
 def a_check_that_fails(monkeypatch, _):
     def breaks(*_):
         raise OSError("broken")
@@ -437,36 +451,36 @@ def a_check_that_fails(monkeypatch, _):
     step_of(loss_cell())(*LINES)
 
 
-@says("TrainOneStepCell: PYNATIVE mode runs the network op by op.")
+@says("TrainOneStepCell: PYNATIVE mode")
 def a_step_op_by_op(*_):
     step_of(loss_cell())(*LINES)
 
 
-@says("For 'TrainOneStepCell', the norm ... of a window is above skip_above=")
+@says("of a window is above")
 def a_gradient_above_the_limit(*_):
     step_of(loss_cell(), skip_above=1.0)(*LINES)
 
 
-@says("For 'TrainOneStepCell', one window in 100 must have a finite gradient")
+@says("gradient was Inf")
 def nothing_but_inf(*_):
     step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))
     step.windows[0].ends.overflows_in_a_row = 99
     step(inf, inf)
 
 
-@says("For 'Model', the loss must be finite")
+@says("loss must be finite")
 def a_loss_monitor_at_a_nan(*_):
     cell = loss_cell()
     Model(cell, optimizer=sgd(cell)).train(1, batches(4, np.full((8, 1), np.nan, np.float32)), LossMonitor())
 
 
-@says("For 'TrainOneStepCell', Adam of mindspore.mint changes nothing")
+@says("Adam of mindspore.mint")
 def an_optimizer_of_mint(*_):
     cell = loss_cell()
     step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
 
 
-@says("For 'TrainOneStepCell', the gradient of this window mixes two models")
+@says("window mixes two")
 def another_step_of_a_part_of_the_network(*_):
     first, second = (nn.Dense(1, 1) for _ in range(2))
     losses = [nn.WithLossCell(each, nn.MSELoss()) for each in (first, nn.SequentialCell(first, second))]
@@ -477,7 +491,7 @@ def another_step_of_a_part_of_the_network(*_):
             step(*LINES)
 
 
-@says("For 'Accumulator', the gradients of a batch should be given as they are")
+@says("gradients of a batch")
 def gradients_that_are_clipped_batch_by_batch(*_):
     cell = nn.Dense(3, 3, has_bias=False)
     accumulator = Accumulator(cell, sgd(cell), 3)
@@ -486,7 +500,7 @@ def gradients_that_are_clipped_batch_by_batch(*_):
         accumulator((Tensor(grad / np.linalg.norm(grad)),))
 
 
-@says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
+@says("inputs must keep")
 def a_python_value_that_changes(monkeypatch, _):
     class Times(Returning):
         def construct(self, x, y, factor):
@@ -497,14 +511,14 @@ def a_python_value_that_changes(monkeypatch, _):
     step_of(Times(None), compile=True)(*LINES, 2.0)
 
 
-@says("For 'Accumulator', step() must follow its backward(), but got the first 4 without one")
+@says("step() must follow")
 def steps_without_a_backward_pass(*_):
     accumulator = accumulator_of()
     for _ in range(4):
         accumulator.step()
 
 
-@says("For 'Accumulator', a full window must be followed by step()")
+@says("followed by step()")
 def no_step(*_):
     accumulator = accumulator_of()
     for _ in range(2):
@@ -512,12 +526,12 @@ def no_step(*_):
             accumulator.backward(*LINES)
 
 
-@says("For 'Accumulator', the argument 'dataset' must be prepared when it is complete")
+@says("complete before prepare()")
 def batches_of_a_prepared_dataset(*_):
     accumulator_of().prepare(NumpySlicesDataset(X)).batch(2)
 
 
-@says("For 'Accumulator', a network must have one backward pass in accumulate()")
+@says("pass in accumulate()")
 def two_backward_passes(*_):
     accumulator = accumulator_of()
     with accumulator.accumulate():
@@ -525,122 +539,127 @@ def two_backward_passes(*_):
         accumulator.backward(*LINES)
 
 
-@says("For 'Accumulator', gradients of other numbers of rows need a weight")
+@says("batches of different")
 def batches_of_other_rows_without_a_weight(*_):
     accumulator = accumulator_of(4)
     for _ in batches(3):
         accumulator((ops.ones((1, 1)),))
 
 
-@says("For 'Model', a training cell has its own settings")
+@says("training cell TrainOneStepCell")
 def a_training_cell_with_settings(*_):
     cell = loss_cell()
     Model(nn.TrainOneStepCell(cell, sgd(cell)), accumulation_steps=4)
 
 
-@says("For 'Model', the argument 'optimizer' must be given for a training")
+@says("'optimizer' must be given")
 def a_training_without_an_optimizer(*_):
     Model(loss_cell(), accumulation_steps=4).train(1, batches(2))
 
 
-@says("For 'Model', a list of learning rates must have an entry for each update")
+@says("list of learning")
 def a_rate_for_each_batch(*_):
     cell = loss_cell()
     optimizer = nn.SGD(cell.trainable_params(), [0.01] * 4)
     Model(cell, optimizer=optimizer, accumulation_steps=4).train(1, batches(2))
 
 
-@says("For 'Accumulator', the argument 'grads' must be gradients of the optimizer's")
+@says("'grads' must be a tuple")
+def the_loss_with_the_gradients(*_):
+    accumulator_of()((Tensor(1.0), (ops.ones((1, 1)),)))
+
+
+@says("'grads' must be gradients")
 def gradients_of_other_parameters(*_):
     accumulator_of()((ops.ones((1, 1)), ops.ones((1,))))
 
 
-@says("For 'TrainOneStepCell', the gradient of a window must have a finite norm")
+@says("gradient of a window")
 def a_nan_in_the_data(*_):
     step_of(loss_cell())(Tensor(X * np.nan), Tensor(X))
 
 
-@says("For 'TrainOneStepCell', the 2 processes of this job must be connected")
+@says("connected before they")
 def no_init(monkeypatch, _):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     step_of(loss_cell())
 
 
-@says("For 'TrainOneStepCell', the ranks must agree about")
+@says("ranks must agree")
 def other_settings_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, {"micro_size": 2}])
     world.check_agreement("TrainOneStepCell", {"micro_size": 4})
 
 
-@says("For 'TrainOneStepCell', the ranks started with different parameters or buffers")
+@says("started with different")
 def other_parameters_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(factory, "differing_ranks", lambda parameters: [1])
     monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
 
 
-@says("For 'TrainOneStepCell', the ranks have different values in a tensor of the network that is no parameter")
+@says("ranks have different")
 def other_tensors_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(factory, "differing_ranks", lambda tensors: [] if isinstance(tensors, list) else [1])
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
 
 
-@says("For 'TrainOneStepCell', the optimizer calls AllReduce, but the step reduces the gradients of all ranks already")
+@says("optimizer calls AllReduce")
 def an_optimizer_that_adds_up(*_):
     factory.warn_of_reductions("TrainOneStepCell", "the optimizer", [ops.AllReduce()], GradAccumulation(loss_cell(), 2))
 
 
-@says("For 'TrainOneStepCell', the loss scale skips windows with an Inf")
+@says("loss scale skips")
 def a_loss_scale_in_saturation_mode(monkeypatch, _):
     monkeypatch.setattr(mixed_precision, "clamps_overflow", lambda: True)
     step_of(loss_cell(), mixed_precision="fp16")
 
 
-@says("For 'TrainOneStepCell', the argument 'network' must be one with the same parameters on all processes")
+@says("network with the same")
 def experts_of_one_rank(monkeypatch, _):
     network = line()
     network.weight.layerwise_parallel = True
     factory.check_parameters_sent("TrainOneStepCell", network.trainable_params())
 
 
-@says("For 'TrainOneStepCell', the ranks must have the same weights after an update")
+@says("same weights after")
 def parameters_that_became_different(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, "another"])
     world.check_equal([])
 
 
-@says("For 'TrainOneStepCell', the ranks must read different data")
+@says("ranks must read")
 def the_same_rows_on_two_ranks(*_):
     rank_inputs.warn_of_inputs("TrainOneStepCell", 2 * [world.FirstInput("batch", "12345678")])
 
 
-@says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
+@says("parameters in an update")
 def parameters_that_one_rank_has_loaded(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda doing, value: [value, [*value[:3], "another"]])
     world.check_states("TrainOneStepCell", world.gather_states(world.NO_INPUT, [], [], []))
 
 
-@says("For 'TrainOneStepCell', the ranks must do the same in the same order")
+@says("the ranks made different calls:")
 def a_rank_that_saves_alone(monkeypatch, _):
     monkeypatch.setattr(world, "_send", lambda words: np.zeros(8, np.int32))
     world.gather_counts("saves a state", 1)
 
 
-@says("For 'TrainOneStepCell', a collective failed: the ranks made different calls, or one of them ended")
+@says("failed: the ranks")
 def a_message_without_an_answer(monkeypatch, _):
     error = RuntimeError("Launch kernel failed: Default/AllGather-op0")
     is_lost("TrainOneStepCell", error)
     raise error
 
 
-@says("For 'Model', the ranks must stop after the same epoch")
+@says("only ranks")
 def a_rank_that_stops_alone(monkeypatch, _):
     monkeypatch.setattr(epoch, "gather_counts", lambda doing, count: [0, 1])
     epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 
-@says("For 'TrainOneStepCell', a batch failed on one of the ranks")
+@says("discard this window")
 def a_batch_that_has_failed_on_a_rank(*_):
     window = step_of(loss_cell()).body.window
     window.reducers[0].is_distributed = True
@@ -656,19 +675,19 @@ class DistributedDataParallel(nn.Cell):
         self.network = network
 
 
-@says("For 'TrainOneStepCell', the argument 'network' must be one whose gradients nothing else adds up")
+@says("reduce its gradients")
 def a_network_that_adds_its_gradients_up_itself(*_):
     step_of(DistributedDataParallel(loss_cell()))
 
 
-@says("For 'Accumulator', the argument 'network' must be one without DTensors")
+@says("networks with DTensors")
 def a_network_of_distributed_tensors(*_):
     network = line()
     network.weight.placements = ("Shard(0)",)
     Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
 
 
-@says("For 'TrainOneStepCell', an update has the mean gradient of all processes")
+@says("uses the mean")
 def a_context_that_adds_gradients_up(*_):
     ms.set_auto_parallel_context(parallel_mode="data_parallel")
     try:
@@ -677,40 +696,40 @@ def a_context_that_adds_gradients_up(*_):
         ms.reset_auto_parallel_context()
 
 
-@says("For 'TrainOneStepCell', the weight decay of")
+@says("weight decay")
 def a_weight_decay_of_a_table(*_):
     network = Lookup()
     step_of(network, optimizer=nn.Adam(network.trainable_params(), weight_decay=0.1))
 
 
-@says("For 'HSDP', the argument 'shard_size' must be a divisor of the")
+@says("argument 'shard_size'")
 def groups_that_are_not_alike(*_):
     factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4)
 
 
-@says("For 'HSDP', the argument 'optimizer' must be one that works element by element")
+@says("optimizer that works")
 def lamb_in_shards(*_):
     shards.check_shardable(nn.Lamb(line().trainable_params(), 0.01))
 
 
-@says("For 'Model', the argument 'callbacks' must be some with a StateCheckpoint to resume")
+@says("StateCheckpoint for resume=True")
 def nothing_to_resume_from(*_):
     cell = loss_cell()
     Model(cell, optimizer=sgd(cell)).train(1, batches(4), resume=True)
 
 
-@says("For 'load_state', the argument 'directory' must be a folder with states")
+@says("folder with states")
 def an_empty_folder(_, tmp_path):
     load_state(step_of(loss_cell()), tmp_path)
 
 
-@says("For 'load_state', the state ... cannot be used: the state is one of another network")
+@says("used: the state")
 def another_network(_, tmp_path):
     save_state(step_of(loss_cell()), tmp_path)
     load_state(step_of(nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())), tmp_path)
 
 
-@says("For 'load_state', the state ... cannot be used: ... has not the")
+@says("bytes that were written")
 def a_file_that_was_cut(_, tmp_path):
     save_state(step_of(loss_cell()), tmp_path)
     file = next(tmp_path.rglob("*.safetensors"))
@@ -718,20 +737,20 @@ def a_file_that_was_cut(_, tmp_path):
     load_state(step_of(loss_cell()), tmp_path)
 
 
-@says("For 'save_state', the state cannot be written to")
+@says("cannot be written")
 def a_folder_that_is_a_file(_, tmp_path):
     (tmp_path / "file").write_text("")
     save_state(step_of(loss_cell()), tmp_path / "file" / "states")
 
 
-@says("For 'save_state', a folder must be that of one training")
+@says("saves into")
 def a_folder_of_another_job(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "_lock", lambda file: False)
     monkeypatch.setattr(files, "LINGERS", 0.0)
     save_state(step_of(loss_cell()), tmp_path)
 
 
-@says("For 'TrainOneStepCell', hsdp() must come before the optimizer and the training step")
+@says("hsdp() must come")
 def a_network_that_reduces_its_gradients_later(*_):
     cell = loss_cell()
     step = step_of(cell)
@@ -739,19 +758,23 @@ def a_network_that_reduces_its_gradients_later(*_):
     step(*LINES)
 
 
-@says("For 'save_state', the data is shuffled on each process for itself and without a seed")
+@says("own random seed")
 def a_random_order_that_nobody_knows(*_):
     data_position.Sources(data_position._UNSET, {}).check_known(NumpySlicesDataset(X, shuffle=True), 2)
 
 
+def quotes_with(key):
+    return [quote for quote in QUOTES if key in quote]
+
+
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("quote", QUOTES)
-def test_a_quoted_sentence_is_what_is_said(quote, monkeypatch, tmp_path, caplog):
-    (provoke,) = (provoke for beginning, provoke in PROVOKED.items() if quote.startswith(beginning))
+@pytest.mark.parametrize("key", PROVOKED)
+def test_a_quoted_sentence_is_what_is_said(key, monkeypatch, tmp_path, caplog):
+    (quote,) = quotes_with(key)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            provoke(monkeypatch, tmp_path)
+            PROVOKED[key](monkeypatch, tmp_path)
             said = [str(warning.message) for warning in caught] + [record.getMessage() for record in caplog.records]
         except Exception as error:
             said = [str(error)]
@@ -759,6 +782,5 @@ def test_a_quoted_sentence_is_what_is_said(quote, monkeypatch, tmp_path, caplog)
     assert any(re.search(pattern, sentence, re.S) for sentence in said), said
 
 
-def test_the_page_quotes_each_sentence_once():
-    assert len(QUOTES) > 30
-    assert [sum(quote.startswith(beginning) for quote in QUOTES) for beginning in PROVOKED] == [1] * len(QUOTES)
+def test_each_sentence_of_the_page_is_provoked():
+    assert sorted(quotes_with(key)[0] for key in PROVOKED) == sorted(QUOTES)

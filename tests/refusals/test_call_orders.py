@@ -14,7 +14,7 @@ from linear_toy import X, line, sgd, weight_of
 from loop_toy import FOUR, toy_loop, updates_of
 from mindspore import Tensor, nn, ops
 from modelled_window import ROWS, ROWS_OF_TWO, Modelled
-from refusal import raises, typed
+from refusal import refuses, warns
 from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
 from strategies import batch_of, examples, refusal
 
@@ -28,21 +28,18 @@ def test_a_wrong_limit_is_refused_in_every_batch(inside):
     _, accumulator = toy_loop(2 if inside else 1)
     with accumulator.accumulate():
         accumulator.backward(*FOUR[0])
-        sentence = "For 'ClipByGlobalNorm', the argument 'max_norm' must be a positive number, but got 0. "
-        with raises(ValueError, sentence + "Typical norms are 0.5 to 5."):
+        with refuses(ValueError, "'max_norm'"):
             accumulator.clip_grad_norm(0)
-        sentence = f"For 'ClipByValue', the argument 'limit' must be a positive number, but got {typed('1')}. "
-        with raises(TypeError, sentence + "Typical limits are 0.1 to 10."):
+        with refuses(TypeError, "'limit'"):
             accumulator.clip_grad_value("1")
 
 
 def test_accumulate_inside_accumulate():
     network, accumulator = toy_loop(4)
-    sentence = "For 'Accumulator', accumulate() must not be entered twice, but got it inside itself. "
     for each in FOUR:
         with accumulator.accumulate():
             accumulator.backward(*each)
-            with raises(RuntimeError, sentence + "Write one 'with' per batch."), accumulator.accumulate():
+            with refuses(RuntimeError, "Write one 'with' per"), accumulator.accumulate():
                 pass
             accumulator.step()
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
@@ -50,15 +47,11 @@ def test_accumulate_inside_accumulate():
 
 def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
     network, accumulator = toy_loop(4)
-    sentence = (
-        "For 'Accumulator', a network must have one backward pass in accumulate(), but got a second one. "
-        "Return the sum of both losses from one cell, or write one 'with' per micro batch."
-    )
     for each in FOUR:
         with accumulator.accumulate():
             accumulator.backward(*each)
             for second in (lambda each=each: accumulator.backward(*each), lambda: accumulator((GRAD,))):
-                with raises(RuntimeError, sentence):
+                with refuses(RuntimeError, "sum of both"):
                     second()
             accumulator.step()
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
@@ -66,13 +59,9 @@ def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
 
 def test_a_full_window_waits_for_its_step():
     network, accumulator = toy_loop(2)
-    sentence = (
-        "For 'Accumulator', a full window must be followed by step(), but got the next batch. Call step(), or "
-        "zero_grad() to throw the window away; a batch in no_sync() ends none."
-    )
     accumulator.backward(*FOUR[0]), accumulator.backward(*FOUR[1])
     for _ in range(2):
-        with raises(RuntimeError, sentence):
+        with refuses(RuntimeError, "batch in no_sync()"):
             accumulator.backward(*FOUR[2])
     accumulator.step()
     assert weight_of(network) == pytest.approx(0.6) and updates_of(accumulator, FOUR[:2]) == [False, True]
@@ -80,14 +69,10 @@ def test_a_full_window_waits_for_its_step():
 
 def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
     network, accumulator = toy_loop(2)
-    sentence = (
-        "For 'Accumulator', backward() must come before the clipping of its window, but got it afterwards. The norm is "
-        "that of the whole window, this batch included."
-    )
     accumulator.backward(*FOUR[0])
     with accumulator.accumulate():
         accumulator.clip_grad_norm(1.0)
-        with raises(RuntimeError, sentence):
+        with refuses(RuntimeError, "backward() must come"):
             accumulator.backward(*FOUR[1])
         accumulator.zero_grad()
 
@@ -97,8 +82,7 @@ def test_a_window_is_clipped_in_one_way():
     accumulator.backward(*FOUR[0])
     accumulator.clip_grad_norm(2.0)
     accumulator.clip_grad_norm(1.0)
-    sentence = "For 'Accumulator', an update must be clipped by its norm or by value, but got both. "
-    with raises(RuntimeError, sentence + "Call one of clip_grad_norm() and clip_grad_value()."):
+    with refuses(RuntimeError, "clip_grad_norm() and clip_grad_value()"):
         accumulator.clip_grad_value(1.0)
     assert number(accumulator.step().clipped_grad_norm) == 1
 
@@ -125,9 +109,6 @@ def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
 
 
-DROPPED = "^For 'Accumulator', the batch failed in mid-window, which also drops 1 batch before it.$"
-
-
 def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
     found = []
     for bad in (False, True):
@@ -150,7 +131,7 @@ def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():
     accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3, compile=True)
     start = {p.name: p.asnumpy().copy() for p in optimizer.get_parameters()}
     assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
-    with pytest.raises(RuntimeError, match="^For 'GatherD'"), pytest.warns(UserWarning, match=DROPPED) as warned:
+    with pytest.raises(RuntimeError, match="^For 'GatherD'"), warns("batch failed") as warned:
         updates_of(accumulator, [with_a_bad_label(5)])
     assert warned[0].filename == loop_toy.__file__
     assert accumulator.flush() is None
@@ -163,9 +144,8 @@ def test_a_schedule_that_refuses_a_batch_does_not_count_it():
     _, accumulator = toy_loop(schedule=lambda updates: 1 if updates == 0 else "two")
     accumulator.backward(*FOUR[0])
     accumulator.step()
-    rule = "For 'AccumulationConfig', the argument 'schedule(1)' must be a positive int, but got "
     for _ in range(2):
-        with raises(TypeError, f"{rule}{typed('two')}. It is called with the number of updates so far."):
+        with refuses(TypeError, "'schedule(1)'"):
             accumulator.backward(*FOUR[1])
         assert (accumulator.driver.events.batches, accumulator.sync_gradients, accumulator.updated) == (1, True, True)
 
@@ -175,7 +155,7 @@ def test_a_clip_that_is_refused_is_not_that_of_a_process_that_joins():
     accumulator.backward(*FOUR[0])
     accumulator.clip_grad_norm(1.0)
     clip = accumulator.windows[0].last_clip
-    with pytest.raises(RuntimeError, match="by its norm or by value"):
+    with refuses(RuntimeError, "norm or by value"):
         accumulator.clip_grad_value(1.0)
     assert accumulator.windows[0].last_clip is clip
 
@@ -498,9 +478,7 @@ class StepOrders(Modelled):
             self.step(*batch_of(*rows))
         # The first micro batch cannot be taken out of the sums again.
         lost = micro_batch == 1 and self.count > 0
-        assert [str(each.message).startswith("For 'TrainOneStepCell', the batch failed") for each in caught] == [
-            True
-        ] * lost
+        assert ["a batch failed" in str(each.message) for each in caught] == [True] * lost
         if micro_batch == 0:
             assert not changed(before, self.numbers())
         else:

@@ -1,12 +1,11 @@
 """Messages about a batch begin with the class that the user called, and with GradAccumulation where there is one."""
 
-import re
-
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
 from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
+from refusal import refuses, warns
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 
@@ -60,10 +59,10 @@ def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
     network = line()
     build = CALLED[called]
     train = build(VectorLoss(network), sgd(network), *BATCH)
-    with pytest.raises(ValueError, match=f"^For '{called}', the argument 'network' must return its mean loss"):
+    with refuses(ValueError, f"For '{called}', the argument 'network'"):
         train()
     train = build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), BATCH[0])
-    with pytest.raises(TypeError, match=f"^For '{called}', the inputs must fit the network's construct"):
+    with refuses(TypeError, f"For '{called}', the inputs"):
         train()
 
 
@@ -71,12 +70,10 @@ def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
 def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
     network = line()
     train = CALLED[called](GradAccumulation(SumLoss(network), 2), sgd(network), *BATCH)
-    with pytest.warns(UserWarning, match="^For 'GradAccumulation', the loss of two micro batches together is not the"):
+    with warns("For 'GradAccumulation', the loss of two"):
         train()
     train = CALLED[called](SumLoss(network), sgd(network), *BATCH)
-    with pytest.warns(
-        UserWarning, match=re.escape(f"For '{called}', the loss of two micro batches together is not the mean")
-    ):
+    with warns(f"For '{called}', the loss of two"):
         for _ in range(2):
             train()
 
@@ -85,12 +82,12 @@ def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
 def test_a_grad_accumulation_keeps_its_name(called):
     network = line()
     train = CALLED[called](GradAccumulation(VectorLoss(network), 2), sgd(network), *BATCH)
-    with pytest.raises(ValueError, match="^For 'GradAccumulation', the argument 'network' must return its mean loss"):
+    with refuses(ValueError, "For 'GradAccumulation', the argument 'network'"):
         train()
 
 
 def test_a_network_in_half_precision_is_named_alike():
     network = line()
     step = TrainOneStepCell(VectorLoss(network), sgd(network), mixed_precision="fp16")
-    with pytest.raises(ValueError, match="^For 'TrainOneStepCell', the argument 'network' must return its mean loss"):
+    with refuses(ValueError, "For 'TrainOneStepCell', the argument 'network'"):
         step(*BATCH)

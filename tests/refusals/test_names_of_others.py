@@ -9,13 +9,10 @@ from linear_toy import X, batches, line, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel.auto_parallel import AutoParallel
-from refusal import loss_cell, raises
+from refusal import loss_cell, refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
-
-NETWORK = "For 'GradAccumulation', the argument 'network' must be a network"
-ARGUMENT = "For '{}', unexpected argument {}. Did you mean {}?"
 
 
 def by_model(cell, network):
@@ -67,9 +64,7 @@ def test_mindspores_grad_accumulation_trains_as_ours(wrap, train, mode):
 )
 def test_cells_that_split_a_batch_themselves_are_refused(wrap, name, train, eager):
     network = line()
-    with pytest.raises(
-        ValueError, match=f"^{NETWORK} that does not split its batches itself, but got MindSpore's {name},"
-    ):
+    with refuses(ValueError, "'network'", f"MindSpore's {name},"):
         train(wrap(nn.WithLossCell(network, nn.MSELoss())), network)
     assert weight_of(network) == 0
 
@@ -77,19 +72,14 @@ def test_cells_that_split_a_batch_themselves_are_refused(wrap, name, train, eage
 def test_two_kinds_of_grad_accumulation_in_each_other_are_refused(eager):
     network = line()
     inner = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-    rest = "without GradAccumulation, but got one inside. Use one, with the product of the two micro_size."
-    with raises(ValueError, f"{NETWORK} {rest}"):
+    with refuses(ValueError, "'network'", "product of both micro_size"):
         by_step(parallel_nn.GradAccumulation(inner, 2), network)
 
 
 def test_a_partitioned_model_does_not_evaluate_sums(eager):
     network = line()
     partitioned = AutoParallel(parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4))
-    sentence = (
-        "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got MindSpore's, which "
-        "sums the losses of a batch where it evaluates. Write 'from ms_gradaccum import GradAccumulation'."
-    )
-    with built_for("GPU"), raises(ValueError, sentence):
+    with built_for("GPU"), refuses(ValueError, "'network'", "MindSpore's"):
         Model(partitioned, optimizer=sgd(network))
 
 
@@ -119,20 +109,19 @@ def test_arguments_by_other_names_are_answered_with_the_right_ones(name, meant, 
         ("TrainOneStepCell", lambda: TrainOneStepCell(cell, sgd(cell), **{name: 4})),
         ("Accumulator", lambda: Accumulator(cell, sgd(cell), **{name: 4})),
     ):
-        with raises(TypeError, ARGUMENT.format(owner, repr(name), meant)):
+        with refuses(TypeError, f"For '{owner}', unexpected argument {name!r}. Did you mean {meant}?"):
             build()
     if inside is not None:
-        with raises(TypeError, ARGUMENT.format("GradAccumulation", repr(name), inside)):
+        with refuses(TypeError, f"For 'GradAccumulation', unexpected argument {name!r}. Did you mean {inside}?"):
             GradAccumulation(cell, 4, **{name: 4})
 
 
 def test_each_of_several_arguments_is_answered(eager):
     cell = loss_cell()
-    got, meant = "'use_amp', 'max_norm'", f"mixed_precision='fp16' for use_amp, {CLIP} for max_norm"
-    with raises(TypeError, ARGUMENT.replace("argument", "arguments").format("TrainOneStepCell", got, meant)):
+    with refuses(TypeError, "'use_amp', 'max_norm'", "mixed_precision='fp16' for use_amp", f"{CLIP} for max_norm"):
         TrainOneStepCell(cell, sgd(cell), use_amp=True, max_norm=1.0)
     names = "network, micro_size, micro_tokens, lengths, length_axis, weighted, batch_axis, losses"
-    with raises(TypeError, f"For 'GradAccumulation', unexpected argument 'x'. It has {names}."):
+    with refuses(TypeError, "'x'", names):
         GradAccumulation(cell, 4, x=1)
 
 
@@ -149,35 +138,30 @@ def test_mixed_precision_by_other_names(value, meant, eager):
 def test_arguments_of_a_model_are_headed_by_its_name(eager):
     cell = loss_cell()
     for wrong in ({"accumulation_steps": 0}, {"clip": 1.0}, {"bad_micro_batch": "x"}, {"compile": 1}):
-        with pytest.raises((TypeError, ValueError), match=f"^For 'Model', the argument '{next(iter(wrong))}' must be "):
+        with refuses((TypeError, ValueError), "For 'Model'", f"'{next(iter(wrong))}'"):
             Model(cell, optimizer=sgd(cell), **wrong)
-    with pytest.raises(ValueError, match="^For 'Model', the argument 'optimizer' must be "):
+    with refuses(ValueError, "For 'Model'", "'optimizer'"):
         Model(cell, optimizer=sgd(line()))
 
 
-FIT = "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. {}"
 MISSING = "missing a required argument: '{}'"
 COLUMNS = [
-    ({"image": X, "label": X}, MISSING.format("data"), "Rename 'image' to 'data', for example with dataset.rename()."),
-    (
-        {"image": X, "target": X},
-        MISSING.format("data"),
-        "Rename 'image', 'target' to 'data', 'label', for example with dataset.rename().",
-    ),
+    ({"image": X, "label": X}, MISSING.format("data"), "Rename 'image' to 'data'"),
+    ({"image": X, "target": X}, MISSING.format("data"), "Rename 'image', 'target' to 'data', 'label'"),
     ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'", "Leave out 'index'."),
-    ({"data": X}, MISSING.format("label"), "Give them as the network takes them."),
+    ({"data": X}, MISSING.format("label"), "as the network takes them"),
 ]
 
 
 @pytest.mark.parametrize("batch, got, remedy", COLUMNS)
 def test_columns_of_other_names_are_named(batch, got, remedy, eager):
     cell = loss_cell()
-    step, accumulator = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)), None
-    with raises(TypeError, FIT.format(got, remedy)):
+    step = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell))
+    with refuses(TypeError, "construct(data, label)", got, remedy):
         step(**{name: Tensor(value) for name, value in batch.items()})
     cell = loss_cell()
     accumulator = Accumulator(GradAccumulation(cell, 2), sgd(cell))
-    with pytest.raises(TypeError, match=remedy.replace("(", r"\(").replace(")", r"\)")):
+    with refuses(TypeError, remedy):
         accumulator.backward(**{name: Tensor(np.array(value)) for name, value in batch.items()})
 
 

@@ -8,6 +8,7 @@ from linear_toy import X, line, sgd, weight_of
 from loop_toy import optimizer_of, toy_loop
 from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
+from refusal import refuses
 
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
@@ -75,8 +76,7 @@ def test_each_setting_of_each_object_is_refused(name, tmp_path, monkeypatch):
 def test_settings_of_another_object_are_refused_too():
     for built in (toy_loop(2)[1], step()[1]):
         for name in SYNONYMS.split():
-            rule = f"For '{type(built).__name__}', the argument '{name}' cannot be changed after construction"
-            with pytest.raises(ValueError, match=rule):
+            with refuses(ValueError, f"'{name}'", "cannot be changed"):
                 setattr(built, name, 8)
 
 
@@ -89,7 +89,7 @@ def test_a_setting_that_is_the_same_and_other_attributes_are_taken():
 def test_another_micro_size_is_obeyed_if_it_is_one():
     network, train_step = step()
     train_step.network.micro_size = 4
-    with pytest.raises(ValueError, match="'micro_size' must be a positive int, but got 0"):
+    with refuses(ValueError, "'micro_size'"):
         train_step.network.micro_size = 0
     train_step(*map(Tensor, (X, 2 * X)))
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
@@ -97,7 +97,7 @@ def test_another_micro_size_is_obeyed_if_it_is_one():
 
 def test_another_last_window_is_obeyed_if_it_is_one():
     trained = model()
-    with pytest.raises(ValueError, match="'last_window' must be one of 'apply', 'drop', 'carry', but got 'keep'"):
+    with refuses(ValueError, "'last_window'"):
         trained.last_window = "keep"
     trained.last_window = "drop"
     data = NumpySlicesDataset((X[:4], np.float32(2) * X[:4]), shuffle=False).batch(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from linear_toy import ALL, X, descend, line, sgd, weight_of
 from mindspore import Tensor, nn
-from refusal import raises
+from refusal import refuses
 
 from ms_gradaccum import GradAccumulation, StepOutput
 from ms_gradaccum.parallel.semi_auto import SemiAuto
@@ -31,18 +31,14 @@ def partitioned(*updates):
 
 
 def test_a_partitioned_training_without_updates_ends():
-    with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
+    with refuses(RuntimeError, "Inf or NaN"):
         partitioned(*[False] * 100)
     # One update among them, and 99 without one after it.
     assert len(partitioned(*[False] * 50, True, *[False] * 99).last_flags) == 50
 
 
 def test_a_partitioned_step_refuses_to_join():
-    sentence = (
-        "For 'TrainOneStepCell', each device must have as many batches as the others in semi-auto-parallel, but got a "
-        "join() in place of one. Give all devices data of one length, or leave the last batches out."
-    )
-    with raises(RuntimeError, sentence):
+    with refuses(RuntimeError, "Give all devices"):
         PartitionedStep.join(partitioned())
 
 

@@ -4,6 +4,7 @@ import mindspore as ms
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn
+from refusal import refuses
 
 from ms_gradaccum import GradAccumulation
 from ms_gradaccum.parallel.semi_auto import SemiAuto
@@ -16,7 +17,7 @@ IN_CONTEXT = SemiAuto(None)
 def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
     check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float32})
-    with pytest.raises(ValueError, match="one of float32 messages in semi-auto-parallel, but got reduce_dtype={"):
+    with refuses(ValueError, "float32 messages"):
         check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float16})
 
 

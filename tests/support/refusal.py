@@ -1,4 +1,7 @@
-"""Helpers of the tests of errors: sentences, compared word by word."""
+"""Helpers of the tests of errors and warnings: they compare a class, an argument's name and a key, not sentences.
+
+`tests/refusals/test_sentences.py` reads the sentences.
+"""
 
 import re
 
@@ -6,23 +9,28 @@ import pytest
 from linear_toy import line, sgd
 from mindspore import nn
 
-from ms_gradaccum import TrainOneStepCell
+from ms_gradaccum import GradAccumulationWarning, TrainOneStepCell
 
 AXIS = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
-FOREIGN_TRAIN_CELL = "the train cell around it is not one of ms_gradaccum"
-# A loss that the compiler has left to the Python interpreter.
-NO_TENSOR = (
-    "For 'GradAccumulation', the argument 'network' must return its mean loss, a floating-point scalar, first, "
-    "but got no tensor but a Python object, which has no gradient. Return a tensor, alone or first in a tuple, "
-    "that is computed from tensors. In GRAPH mode these turn it into a Python object: an attribute of a cell that "
-    "construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), getattr() "
-    "with a default, and classes that are not Cells. MindSpore's own step runs with it, but does not train the weights."
-)
 
 
 def raises(error, sentence):
     """Expect exactly this sentence, with nothing before or after it."""
     return pytest.raises(error, match=f"^{re.escape(sentence)}$")
+
+
+def refuses(error, *keys):
+    """Expect an error of this class that contains each key: the name of an argument, or a few words."""
+    return pytest.raises(error, match=_containing(keys))
+
+
+def warns(*keys):
+    """Expect a warning of this package that contains each key."""
+    return pytest.warns(GradAccumulationWarning, match=_containing(keys))
+
+
+def _containing(keys):
+    return "(?s)" + "".join(f"(?=.*{re.escape(key)})" for key in keys)
 
 
 def loss_cell():

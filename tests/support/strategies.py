@@ -22,7 +22,7 @@ from ms_gradaccum import GradAccumulation
 
 # Whose sentences they are: public names alone.
 OWNERS = set(ms_gradaccum.__all__)
-SENTENCE = re.compile(r"For '(\w+)', .+ but got .+", re.DOTALL)
+SENTENCE = re.compile(r"For '(\w+)', .+[.?] .+", re.DOTALL)
 
 
 def examples(number, **more):

@@ -140,7 +140,7 @@ COUNTS = {
     "epochs": "It counts the passes over the data.",
     "dataset_size": "It counts the rows of the data.",
 }
-WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+WINDOW = "'apply' makes one more update, 'drop' discards the window, 'carry' continues it in the next pass."
 MULTIPLE = "a multiple of batch_size * ranks = 32"
 NEAREST = "Use 224 (accumulation_steps=7) or 256 (accumulation_steps=8)."
 SHORT = {"drop_remainder": True, "ranks": 2, "dataset_size": 14}

@@ -4,6 +4,7 @@ import mindspore.experimental.optim as experimental
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn
+from refusal import refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 
@@ -51,7 +52,7 @@ def experimental_sgd(network):
 )
 def test_a_network_with_an_optimizer_inside_is_refused(build, wrap, make_optimizer):
     loss, optimizer = loss_and(make_optimizer)
-    with pytest.raises(ValueError, match=r"has the optimizer SGD\. Give the loss cell inside it, and the optimizer"):
+    with refuses(ValueError, "loss cell inside"):
         build(wrap(OwnTrainStep(loss, optimizer)), optimizer)
 
 

@@ -6,6 +6,7 @@ from linear_toy import X, batches, line, sgd, toy
 from mindspore import Tensor, nn
 from mindspore.train import Callback
 from open_window import window_of
+from refusal import refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
 from ms_gradaccum.loops.epoch import PassSteps
@@ -108,7 +109,7 @@ def test_a_skipped_update_is_counted_as_such_and_the_next_one_is_not(step, liste
 
 
 def test_a_batch_that_fails_is_not_counted(step, listener):
-    with pytest.raises(ValueError, match="the same number of rows"):
+    with refuses(ValueError, "same number of rows"):
         step(ROWS[0], ROWS[0][:2])
     step.add_callback(listener)
     step(ROWS[0], ROWS[0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mutable, nn, ops
 from open_window import buffer_of
+from refusal import refuses
 from step_probe import keeping_step, number
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -110,8 +111,7 @@ def test_nested_inputs(loss_cell, inputs):
 def test_a_named_tuple_keeps_its_names_where_python_runs_the_network(monkeypatch):
     assert_sums(open_step(TakesBatch()), Batch(Tensor(X), Tensor(Y)))
     monkeypatch.delenv("MS_JIT")
-    reason = "its inputs hold Batch, a NamedTuple, which loses its gradient in a graph"
-    with pytest.raises(ValueError, match=f"'compile' must be None for inputs that no graph takes, but got {reason}"):
+    with refuses(ValueError, "'compile'", "gradient in a graph"):
         open_step(TakesBatch(), compile=True)(Batch(Tensor(X), Tensor(Y)))
 
 
@@ -209,9 +209,7 @@ def test_small_real_networks_have_the_gradient_of_the_whole_batch(name, monkeypa
     if name == "sparse lookup":
         network, compile = Lookup(sparse=True), True
         monkeypatch.delenv("MS_JIT")
-        with pytest.raises(
-            ValueError, match="one of dense gradients in PYNATIVE mode, .* a sparse lookup in Embedding"
-        ):
+        with refuses(ValueError, "gradients in PYNATIVE"):
             open_step(network, 3)(ids, labels)
     ms.load_param_into_net(network, twin.parameters_dict())
     step = open_step(network, 3, compile=compile)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd
 from mindspore import Tensor, nn
+from refusal import refuses, warns
 from step_probe import Around, tensors
 
 from ms_gradaccum import Accumulator, TrainOneStepCell
@@ -37,7 +38,7 @@ def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, mon
     windows(broken, broken, right, broken, broken, right)
     before = network.weight.asnumpy().copy()
     windows(broken, broken)
-    with pytest.raises(RuntimeError, match="one window in 3 must have a finite gradient, but got Inf or NaN in"):
+    with refuses(RuntimeError, "Inf or NaN"):
         str(windows(broken))
     assert (network.weight.asnumpy() == before).all() and before != 0
     # Another graph still runs.
@@ -53,8 +54,7 @@ def test_a_device_whose_graphs_raise_no_error_says_so_of_an_accumulator(mode):
     def train(grad):
         return accumulator((grad,), 1.0)
 
-    sentence = "For 'Accumulator', 100 windows in a row with an Inf or a NaN end a training, but a larger graph"
-    with pytest.warns(UserWarning, match=sentence):
+    with warns("For 'Accumulator'", "end the training"):
         train(Tensor([[1.0]]))
 
 
@@ -63,6 +63,5 @@ def test_a_device_whose_graphs_raise_no_error_says_so(mode):
     with built_for("GPU"):
         step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
     graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
-    sentence = "For 'TrainOneStepCell', 100 windows in a row with an Inf or a NaN end a training, but a larger graph"
-    with pytest.warns(UserWarning, match=sentence):
+    with warns("For 'TrainOneStepCell'", "end the training"):
         graph(*tensors(X, 2 * X))

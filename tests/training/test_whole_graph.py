@@ -1,12 +1,11 @@
 """TrainOneStepCell inside a larger graph, as in data sink mode: the same windows as when Python calls it."""
 
-import re
-
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, weight_of
 from mindspore import Tensor, nn
+from refusal import refuses
 from step_probe import Around, changed, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
@@ -66,9 +65,5 @@ def test_a_window_begun_in_a_graph_can_be_flushed_and_dropped_by_python():
 def test_inputs_whose_lengths_are_open_are_refused():
     graph = in_graph(trained_step(2, 1))
     graph.set_inputs(*[Tensor(shape=[None, 1], dtype=ms.float32)] * 2)
-    sentence = (
-        "For 'GradAccumulation', the inputs inside a larger graph must have known shapes, but got one whose lengths "
-        "are open. Give set_inputs() whole shapes, or call the training step from Python."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+    with refuses(ValueError, "call the training"):
         graph(*tensors(X, 2 * X))

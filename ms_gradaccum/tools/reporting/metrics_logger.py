@@ -45,7 +45,7 @@ class MetricsLogger(StepReporter, Callback):
         OSError: If `path` cannot be written.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import tempfile
@@ -181,9 +181,10 @@ class _JsonLines:
 
 def _number(value: SupportsFloat) -> float | None:
     """Return a single number, or None for something else."""
-    if isinstance(value, int):
-        return value
     try:
-        return None if isinstance(value, str) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    if isinstance(value, str):
+        return None
+    return value if isinstance(value, int) else number

@@ -35,7 +35,7 @@ class ProgressBar(FrozenAfterInit, Callback):
         TypeError: If `live` has the wrong type.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np

@@ -82,7 +82,7 @@ class StepReporter(FrozenAfterInit):
         ValueError: If `every` is less than 1, or `network` is missing for an Accumulator of several.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> from mindspore import nn, ops

@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """What has become of a cell, in one of its processes or in all, and a line about it."""
+    """The outcome of a cell, in one of its processes or in all, and a line about it."""
 
     outcome: str
     said: str

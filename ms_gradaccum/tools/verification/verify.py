@@ -86,7 +86,7 @@ def verify(
             parameters, or `reference` lacks one of them.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``GPU`` ``CPU``
 
     Examples:
         >>> import numpy as np
