@@ -666,7 +666,7 @@ def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
 # ---- no false alarm
 
 
-def alarm(seed, batches=3):
+def alarm(seed, batches=2):
     """Return the findings of a training with a random loss that is right."""
     loss = RandomLoss(seed)
     numbers = np.random.default_rng(seed)

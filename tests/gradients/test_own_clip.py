@@ -345,5 +345,7 @@ def test_shards_of_gradients_are_refused():
     with pytest.raises(ValueError, match="a clip of your own needs whole gradients, but got HalfOf with HSDP"):
         factory._check_clip("Model", HSDP(threshold=0), optimizer, OwnClip(HalfOf()))
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
-    with pytest.raises(ValueError, match="'clip' must be one for all in semi-auto-parallel, but got HalfOf"):
+    with pytest.raises(
+        ValueError, match="'clip' must be one limit for all parameters in semi-auto-parallel, but got HalfOf"
+    ):
         check_step(SemiAuto(None), cell, sgd(cell), clip=OwnClip(HalfOf()))

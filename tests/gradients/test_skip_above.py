@@ -263,10 +263,8 @@ def told(step, norms):
 
 @pytest.mark.usefixtures("eager")
 def test_the_first_window_that_is_left_out_is_named():
-    assert told(step_of(skip_above=4.0), [1, 5, 6]) == [
-        "For 'TrainOneStepCell', the norm 5 of a window is above skip_above=4.0: this window makes no update, and "
-        "later windows like it are skipped without a warning. Count them by `skipped_updates`."
-    ]
+    (text,) = told(step_of(skip_above=4.0), [1, 5, 6])
+    assert "the norm 5 of a window is above skip_above=4.0: this window makes no update" in text
     assert told(step_of(skip_above=4.0), [1, 2]) == []
 
 
