@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from contextlib import suppress
 from types import CellType
 from typing import Any
 
@@ -15,12 +16,9 @@ _LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, su
 
 def content_of(holder: Any) -> Any:
     """Return a copy of what a container, a closure or a generator holds; None for anything else."""
-    if is_a(holder, (list, deque)):
-        return list(holder)
-    if is_a(holder, dict):
-        return dict(holder)
-    if is_a(holder, set):
-        return set(holder)
+    for kind, copied in ((list, list), (deque, list), (dict, dict), (set, set)):
+        if is_a(holder, kind):
+            return copied(holder)
     if is_a(holder, np.ndarray) and holder.nbytes <= _LARGE_ARRAY:
         return holder.copy()
     if is_a(holder, random.Random):
@@ -29,8 +27,9 @@ def content_of(holder: Any) -> Any:
         return holder.bit_generator.state
     if is_a(holder, np.random.RandomState):
         return holder.get_state()
-    if is_a(holder, CellType) and _is_filled(holder):
-        return [holder.cell_contents]
+    if is_a(holder, CellType):
+        with suppress(ValueError):  # A variable without a value.
+            return [holder.cell_contents]
     return None
 
 
@@ -68,10 +67,3 @@ def _identities(container: Any) -> list[int]:
     if is_a(container, dict):
         found += map(id, container.values())
     return found
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # A variable without a value.
-        return False

@@ -77,6 +77,33 @@ def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
     assert state.tensors.changed() == [] and state.changed_names() == ["'Attending.calls'"]
 
 
+class Remembering(nn.Cell):
+    """A network whose function keeps its first result."""
+
+    def __init__(self):
+        super().__init__()
+        first = None
+
+        def remember(x):
+            nonlocal first
+            first = x if first is None else first
+            return first
+
+        self.remember = remember
+
+    def construct(self, x):
+        return self.remember(x)
+
+
+def test_a_variable_of_a_closure_that_was_none_is_put_back(eager):
+    network = Remembering()
+    state = Snapshot(network)
+    network(ops.ones(1))
+    assert state.changed_names() == ["an object"]
+    state.put_back()
+    assert network(ops.zeros(1)) == 0
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (9, 2), (127,), (30, 100), (2, 0)])
 def test_a_slice_of_a_device_has_the_elements_of_the_host(monkeypatch, shape, mode):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)

@@ -4,11 +4,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
-from mindspore import nn
+from mindspore import Tensor, nn
 from refusal import refuses, warns
 from step_probe import Around, tensors
 
-from ms_gradaccum import TrainOneStepCell
+from ms_gradaccum import Accumulator, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training import window_end
 
@@ -45,10 +45,23 @@ def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, mon
     assert nn.Dense(1, 1)(right[0]).shape == (8, 1)
 
 
+def test_a_device_whose_graphs_raise_no_error_says_so_of_an_accumulator(mode):
+    network = nn.WithLossCell(line(), nn.MSELoss())
+    with built_for("GPU"):
+        accumulator = Accumulator(network, sgd(network), check_loss=False)
+
+    @ms.jit
+    def train(grad):
+        return accumulator((grad,), 1.0)
+
+    with warns("For 'Accumulator'", "end the training"):
+        train(Tensor([[1.0]]))
+
+
 def test_a_device_whose_graphs_raise_no_error_says_so(mode):
     network = line()
     with built_for("GPU"):
         step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
     graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
-    with warns("end the training"):
+    with warns("For 'TrainOneStepCell'", "end the training"):
         graph(*tensors(X, 2 * X))
