@@ -9,9 +9,10 @@ from functools import partial
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import require
+from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.arithmetic import ONE, as_flat
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
@@ -22,6 +23,12 @@ from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.saved_shards import stand_in
 
 _HSDP = "HSDP"
+# Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
+# zoos put into subclasses of Adam and AdamWeightDecay.
+_WHOLE = frozenset(
+    "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm L2Loss L2Normalize "
+    "sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm svd qr".split()
+)
 
 
 class ShardedReducer(DataParallelReducer):
@@ -173,6 +180,13 @@ def check_shardable(optimizer: nn.Cell) -> None:
                 f"For 'HSDP', the argument 'optimizer' must have states of its parameters' shapes, but got {name} "
                 f"with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
             )
+    whole = sorted(NetworkCode(optimizer).names & _WHOLE)
+    if whole:
+        warn(
+            f"For '{_HSDP}', the optimizer must work element by element, but the code of {name} has "
+            f"{', '.join(whole)}, which sees only this rank's rows of sharded parameters. Clip with the step's clip, "
+            f"or use DataParallel() without sync_each_batch."
+        )
 
 
 def _matching(optimizer: nn.Cell) -> list[ParameterTuple]:

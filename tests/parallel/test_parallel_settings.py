@@ -6,7 +6,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from refusal import refuses
+from refusal import refuses, warns
 
 from ms_gradaccum import HSDP, Accumulator, DataParallel, TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parameters_sent
@@ -96,9 +96,21 @@ def test_an_optimizer_around_another_one_is_refused():
         check_shardable(optimizer)
 
 
+class ClippedSGD(nn.SGD):
+    def construct(self, grads):
+        return super().construct(ops.clip_by_global_norm(grads, 1.0))
+
+
 class DecayedSGD(nn.SGD):
     def construct(self, grads):
         return super().construct(tuple(grad + 0.1 * weight for grad, weight in zip(grads, self.parameters)))
+
+
+def test_an_optimizer_whose_code_takes_a_norm_is_reported():
+    """Each rank would clip by the norm of its own rows, and train another thing than one process."""
+    weights = nn.Dense(2, 2).trainable_params()
+    with warns("optimizer must work"):
+        check_shardable(ClippedSGD(weights, 0.1))
 
 
 @pytest.mark.parametrize("kind", [DecayedSGD, nn.SGD, nn.AdamWeightDecay, nn.FTRL, experimental.AdamW])
