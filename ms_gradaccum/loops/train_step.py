@@ -137,7 +137,10 @@ class HostDrivenStep(Step):
         return self.settings.window_length.at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        self.driver.begin_batch(self.steps_of_window())
+        steps = self.accumulation_steps
+        if self.has_schedule:
+            steps = self.steps_of_window()
+        self.driver.begin_batch(steps)
         try:
             self.window.add(args, kwargs, self.driver.is_last_batch)
         except BaseException as error:

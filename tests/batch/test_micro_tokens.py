@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
+from refusal import refuses
 from strategies import examples
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradCacheLoss, Model, TokenMeanLoss, TrainOneStepCell, verify
@@ -134,7 +135,7 @@ def test_many_batches_have_few_shapes():
 
 
 def test_a_row_above_the_limit_is_refused():
-    with raises(ValueError, "'micro_tokens' must be at least the length of each row"):
+    with refuses(ValueError, "'micro_tokens'", "least the length"):
         group_rows(np.array([3, 70]), 80, 64)
 
 
@@ -298,12 +299,12 @@ def test_arguments_that_do_not_fit_are_refused(settings, sentence):
 
 @pytest.mark.parametrize("lengths", [True, 1.5, [3, 4]])
 def test_lengths_of_another_type_are_refused(lengths):
-    with raises(TypeError, "'lengths' must be a str, an int, a function or None"):
+    with refuses(TypeError, "'lengths'", "function or None"):
         by_tokens(TokenMeanLoss(Causal()), lengths=lengths)
 
 
 def test_neither_of_both_is_refused():
-    with raises(TypeError, "'micro_size' must be a positive int, but got None"):
+    with refuses(TypeError, "'micro_size'", "positive int"):
         GradAccumulation(TokenMeanLoss(Causal()))
 
 
@@ -312,7 +313,7 @@ def test_a_loss_of_all_rows_is_refused():
         def construct(self, outputs):
             return outputs.sum()
 
-    with raises(ValueError, "'micro_tokens' must be left out for a GradCacheLoss"):
+    with refuses(ValueError, "'micro_tokens'", "left out"):
         by_tokens(GradCacheLoss(nn.Dense(2, 2), Loss()))
 
 
@@ -327,7 +328,7 @@ def test_a_loss_of_all_rows_is_refused():
         ({"length_axis": None}, "at least one input must have an axis of tokens for micro_tokens"),
         ({"length_axis": 0}, "'length_axis' must be another axis than that of the rows, but got 0"),
         ({"length_axis": (2, 1)}, "the same length on their length axis, but got 3 in input[0] and 40 in input[1]"),
-        ({"length_axis": (1, 1, 1)}, "each of the 2 inputs, but got 3 entries. Give length_axis"),
+        ({"length_axis": (1, 1, 1)}, "each of the 2 inputs, but got 3 entries"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(settings, sentence):
@@ -338,7 +339,7 @@ def test_batches_that_do_not_fit_are_refused(settings, sentence):
 def test_it_cannot_be_changed_afterwards():
     accumulation = by_tokens(TokenMeanLoss(Causal()))
     for name in ("micro_size", "micro_tokens", "lengths"):
-        with raises(ValueError, f"'{name}' cannot be changed after construction"):
+        with refuses(ValueError, f"'{name}'", "cannot be changed"):
             setattr(accumulation, name, 3)
 
 
@@ -355,7 +356,7 @@ def test_inside_a_larger_graph_it_is_refused():
         def construct(self, x, labels):
             return self.step(x, labels)[0]
 
-    with pytest.raises(Exception, match="micro_tokens cannot be used inside a larger graph"):
+    with refuses(Exception, "micro_tokens cannot be used"):
         Larger()(Tensor(X), Tensor(LABELS))
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import line, sgd
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from refusal import refuses
 from step_probe import Around, KeepGradients, Weights, changed, keeping_step, number, values_of
 
 from ms_gradaccum import (
@@ -303,25 +304,25 @@ def test_other_gradients_than_it_got_are_refused(kind, mode):
     network = nn.Dense(2, 1)
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
     step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), clip=kind(), check_loss=False)
-    with pytest.raises(ValueError, match="the cell must return one gradient for each that it gets, of shapes"):
+    with refuses(ValueError, "cell must return"):
         step(Tensor(np.ones((2, 2), np.float32)), Tensor(np.ones((2, 1), np.float32)))
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("make_clip", [lambda: nn.Dense(1, 1), lambda: sgd(line())], ids=["Dense", "SGD"])
 def test_a_cell_that_takes_something_else_is_refused(make_clip):
-    with pytest.raises(TypeError, match=r"'clip' must be a cell with construct\(grads, norm\), but got"):
+    with refuses(TypeError, "'clip'", "cell with construct(grads"):
         check_clip("TrainOneStepCell", make_clip())
 
 
 @pytest.mark.usefixtures("eager")
 def test_several_optimizers_or_networks_are_refused():
     cells = [nn.WithLossCell(line(), nn.MSELoss()) for _ in range(2)]
-    with pytest.raises(ValueError, match="'clip' must be one for all optimizers of a network, but got HalfOf"):
+    with refuses(ValueError, "'clip'", "optimizers of a network"):
         both = nn.CellList([line(), line()])
         both[1].weight.name = "other"
         Accumulator(Chained(both), [sgd(each) for each in both], clip=HalfOf())
-    with pytest.raises(ValueError, match="a clip of your own is for one network, but got HalfOf for 2"):
+    with refuses(ValueError, "own is for one network"):
         Accumulator(cells, [sgd(cell) for cell in cells], clip=HalfOf())
 
 
@@ -342,8 +343,8 @@ class HalfOf(nn.Cell):
 @pytest.mark.usefixtures("eager")
 def test_shards_of_gradients_are_refused():
     optimizer = sgd(line())
-    with pytest.raises(ValueError, match="a clip of your own needs whole gradients, but got HalfOf with HSDP"):
+    with refuses(ValueError, "your own needs"):
         factory._check_clip("Model", HSDP(threshold=0), optimizer, OwnClip(HalfOf()))
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
-    with pytest.raises(ValueError, match="'clip' must be one for all in semi-auto-parallel, but got HalfOf"):
+    with refuses(ValueError, "'clip'"):
         check_step(SemiAuto(None), cell, sgd(cell), clip=OwnClip(HalfOf()))

@@ -8,6 +8,7 @@ from linear_toy import batches, line, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
+from refusal import refuses
 from step_probe import Around, Weights, changed, number, values_of
 
 from ms_gradaccum import (
@@ -263,10 +264,8 @@ def told(step, norms):
 
 @pytest.mark.usefixtures("eager")
 def test_the_first_window_that_is_left_out_is_named():
-    assert told(step_of(skip_above=4.0), [1, 5, 6]) == [
-        "For 'TrainOneStepCell', the norm 5 of a window is above skip_above=4.0: this window makes no update, and "
-        "later windows like it are skipped without a warning. Count them by `skipped_updates`."
-    ]
+    (text,) = told(step_of(skip_above=4.0), [1, 5, 6])
+    assert "the norm 5 of a window is above skip_above=4.0: this window makes no update" in text
     assert told(step_of(skip_above=4.0), [1, 2]) == []
 
 
@@ -281,28 +280,28 @@ def test_the_ranks_send_nothing_for_it():
 @pytest.mark.parametrize("build", [TrainOneStepCell, Accumulator])
 def test_a_wrong_type_is_refused(build, wrong):
     network = Weights(2)
-    with pytest.raises(TypeError, match="the argument 'skip_above' must be a norm, a NormSpike or None, but got"):
+    with refuses(TypeError, "'skip_above'"):
         build(network, nn.SGD(network.trainable_params(), 0.1), skip_above=wrong)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, np.inf, np.nan])
 def test_a_norm_is_positive_and_finite(wrong):
-    with pytest.raises(ValueError, match="'skip_above' must be a positive number"):
+    with refuses(ValueError, "'skip_above'"):
         check_skip_above("Model", wrong)
-    with pytest.raises(ValueError, match="'std' must be a positive number"):
+    with refuses(ValueError, "'std'"):
         NormSpike(std=wrong)
 
 
 def test_a_spike_needs_a_history():
-    with pytest.raises(ValueError, match="'windows' must be at least 4, but got 3"):
+    with refuses(ValueError, "'windows'"):
         NormSpike(windows=3)
-    with pytest.raises(TypeError, match="'windows' must be a positive int"):
+    with refuses(TypeError, "'windows'"):
         NormSpike(windows=8.0)
 
 
 def test_the_compiler_partitions_no_such_step():
     cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
-    with pytest.raises(ValueError, match="'skip_above' must be None in semi-auto-parallel, but got 4.0. Use DataPar"):
+    with refuses(ValueError, "'skip_above'"):
         check_step(SemiAuto(None), cell, sgd(cell), skip_above=4.0)
 
 

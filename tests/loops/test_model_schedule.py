@@ -5,7 +5,7 @@ import pytest
 from linear_toy import Recorder, batches, descend, line, sgd, weight_of
 from loop_toy import FOUR, toy_loop, updates_of
 from mindspore import nn
-from refusal import raises
+from refusal import refuses
 from step_probe import Around, compilations
 
 from ms_gradaccum import BySamples, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
@@ -154,17 +154,9 @@ def test_a_step_alone_knows_no_epochs():
     step = TrainOneStepCell(
         nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps={0: 2}, check_loss=False
     )
-    sentence = (
-        "For 'TrainOneStepCell', the argument 'accumulation_steps' counts epochs, which takes a Model or a prepared "
-        "dataset, but got a batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates with a "
-        "function, or samples with BySamples."
-    )
-    with raises(ValueError, sentence):
+    with refuses(ValueError, "'accumulation_steps'", "counts epochs"):
         step(*FOUR[0])
     assert step.events.batches == 0
-
-
-IN_GRAPH = "'accumulation_steps' must be a number in a larger graph and in data sink mode, but got by_updates. Call"
 
 
 def test_a_larger_graph_follows_no_schedule(mode):
@@ -175,7 +167,7 @@ def test_a_larger_graph_follows_no_schedule(mode):
     if mode:  # In PYNATIVE mode a cell around it is no graph.
         assert Around(step)(*FOUR[0]).updated
         return
-    with pytest.raises(ValueError, match=IN_GRAPH):
+    with refuses(ValueError, "'accumulation_steps'", "number in a larger"):
         Around(step)(*FOUR[0])
 
 
@@ -184,7 +176,7 @@ def test_a_data_sink_follows_no_schedule(monkeypatch):
     monkeypatch.setattr(model_file, "has_data_sink", lambda: True)
     network = line()
     model = Model(network, nn.MSELoss(), sgd(network), accumulation_steps=by_updates, check_loss=False)
-    with pytest.raises(ValueError, match=IN_GRAPH):
+    with refuses(ValueError, "'accumulation_steps'", "number in a larger"):
         model.train(1, batches(2), dataset_sink_mode=True)
     assert weight_of(network) == 0
 
@@ -209,7 +201,7 @@ def test_where_there_is_no_sink_its_mode_changes_nothing():
         (
             {-1: 2},
             ValueError,
-            "must be a dict whose keys are not negative, but got -1. For example accumulation_steps=",
+            "a dict with keys of at least 0, but got -1",
         ),
         ({0: 0}, ValueError, r"'accumulation_steps\[0\]' must be a positive int, but got 0"),
         ("2", TypeError, "'accumulation_steps' must be a positive int"),
@@ -235,12 +227,12 @@ def test_wrong_numbers_of_samples_are_refused(steps, batch_size, error, text):
 
 
 def test_what_a_function_returns_is_checked():
-    with pytest.raises(ValueError, match=r"'accumulation_steps\(3\)' must be a positive int, but got 0"):
+    with refuses(ValueError, "'accumulation_steps(3)'"):
         check_window_length("Model", lambda updates: 0).at(0, 3, 0)
 
 
 def test_the_compiler_partitions_no_schedule():
     cell = nn.WithLossCell(line(), nn.MSELoss())
     length = WindowLength("TrainOneStepCell", "accumulation_steps", {0: 1})
-    with pytest.raises(ValueError, match="'accumulation_steps' must be 1 in semi-auto-parallel, but got {0: 1}"):
+    with refuses(ValueError, "'accumulation_steps'"):
         check_step(SemiAuto(None), cell, sgd(cell), window_length=length)

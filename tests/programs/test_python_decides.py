@@ -401,5 +401,5 @@ def test_numpy_without_a_type_is_refused_where_it_would_not_train():
     with pytest.raises(AssertionError, match="nothing moves"):
         stock(program, "step", "GRAPH")
     for face in ("step 1", "step 4"):
-        with pytest.raises(ValueError, match="must return its mean loss.*got no tensor"):
+        with pytest.raises(ValueError, match="must return its mean loss.*got a Python object"):
             outcome(program, train_ours, face)

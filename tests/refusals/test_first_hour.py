@@ -55,6 +55,11 @@ def rows_of_a_micro_batch(cell, optimizer):
     TrainOneStepCell(cell, optimizer, micro_batch_size=4)
 
 
+def rows_of_a_micro_batch_of_the_loss_cell(cell, optimizer):
+    """Answered by Python, with a missing 'micro_size'."""
+    GradAccumulation(cell, micro_batch_size=4)
+
+
 def an_optimizer_class(cell, optimizer):
     """Answered with 'got type'."""
     TrainOneStepCell(cell, nn.SGD)
@@ -79,6 +84,7 @@ MISTAKES = {
     a_loss_by_name: ("'loss_fn'", LOSS_INSIDE),
     a_loss_around: ("'network'", "Put it outside: GradAccumulation(WithLossCell(...), 4)"),
     rows_of_a_micro_batch: ("Did you mean micro_size", "not their rows"),
+    rows_of_a_micro_batch_of_the_loss_cell: ("Did you mean micro_size?", "not their rows"),
     an_optimizer_class: ("the class SGD", "Build it: SGD("),
     no_loss: ("too many positional arguments", LOSS_INSIDE),
     a_loss_and_gradients: ("a tuple of Tensor, tuple", "loss, grads ="),

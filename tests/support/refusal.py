@@ -11,13 +11,6 @@ from mindspore import nn
 
 from ms_gradaccum import GradAccumulationWarning, TrainOneStepCell
 
-AXIS = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
-
-
-def raises(error, sentence):
-    """Expect exactly this sentence, with nothing before or after it."""
-    return pytest.raises(error, match=f"^{re.escape(sentence)}$")
-
 
 def refuses(error, *keys):
     """Expect an error of this class that contains each key: the name of an argument, or a few words."""

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics, whole
+from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics
 from mindspore import Tensor, nn
-from refusal import refuses
+from refusal import refuses, warns
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX import SummaryWriter
 
@@ -255,11 +255,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_the_lines_of_this
     path = tmp_path / "run.jsonl"
     logger = MetricsLogger(path)
     logger.log(output_of(1.0))
-    sentence = (
-        f"For 'MetricsLogger', {path} cannot be written now (File too large). The training goes on, and reports are "
-        "missing there."
-    )
-    with no_file_larger_than(path.stat().st_size + 40), pytest.warns(UserWarning, match=whole(sentence)) as caught:
+    with no_file_larger_than(path.stat().st_size + 40), warns("reports are missing") as caught:
         logger.log(output_of(2.0))
         logger.log(output_of(3.0))
     assert [warning.category for warning in caught].count(GradAccumulationWarning) == 1
@@ -288,11 +284,7 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
 def test_a_model_of_mindspore_is_refused(tmp_path):
     network = line()
     model = ms.Model(network, nn.MSELoss(), sgd(network))
-    sentence = (
-        "For 'MetricsLogger', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
-        "TrainOneStepCell. Import Model from ms_gradaccum."
-    )
-    with pytest.raises(TypeError, match=whole(sentence)):
+    with refuses(TypeError, "TrainOneStepCell of ms_gradaccum"):
         model.train(1, batches(2), callbacks=MetricsLogger(tmp_path / "run.jsonl"))
 
 
@@ -327,8 +319,7 @@ def test_wrong_arguments(arguments, error, sentence, tmp_path):
 
 
 def test_a_wrong_output_is_told_of_the_logger(tmp_path):
-    sentence = "For 'MetricsLogger', the argument 'output' must be a StepOutput or None, but got tuple."
-    with pytest.raises(TypeError, match=f"^{sentence}"):
+    with refuses(TypeError, "'output'"):
         MetricsLogger(tmp_path / "run.jsonl").log((None, None))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from memory_networks import grows, lacks_device_memory, nothing, raises_its_own, says_where_it_is, wide_in_rows
 from mindspore import nn
-from refusal import raises
+from refusal import refuses
 from shared_process import SharedJob
 from started_processes import start_another
 
@@ -70,21 +70,12 @@ def test_the_answer_fits_and_its_neighbour_does_not():
 
 
 def test_a_child_that_allocates_without_end_is_ended(eager):
-    sentence = (
-        r"For 'find_micro_size', the argument 'memory_limit' must be more than the 1\.61 GiB that single rows "
-        r"\(micro_size=1\) take, but got 624\.0 MiB\. \d+\.\d MiB of it are in use before the first row: shrink "
-        r"network, optimizer or batch\."
-    )
-    with pytest.raises(MemoryError, match=f"^{sentence}$"):
+    with refuses(MemoryError, "'memory_limit'", "optimizer or batch"):
         find_micro_size(grows, "624MiB")
 
 
 def test_an_error_of_the_network_is_not_taken_for_missing_memory(eager, shared):
-    sentence = (
-        "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
-        "error"
-    )
-    with raises(RuntimeError, sentence) as raised:
+    with refuses(RuntimeError, "training must run") as raised:
         find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)
 
@@ -96,7 +87,7 @@ NO_MEMORY = (
 
 
 def test_memory_that_the_device_lacks_is_not_an_error_of_the_network(eager, shared):
-    with raises(MemoryError, NO_MEMORY):
+    with refuses(MemoryError, "optimizer and single"):
         find_micro_size(lacks_device_memory, "1GiB")
 
 
@@ -138,15 +129,17 @@ LATE = "For 'find_micro_size', the argument 'timeout' must be more than what two
 def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, monkeypatch):
     monkeypatch.setattr(micro_size_finder, "Job", LostJob)
     monkeypatch.setattr(LostJob, "how", how)
-    with raises(error, sentence):
+    with refuses(error, sentence):
         find_micro_size(nothing, "1GiB", timeout=2)
 
 
 PROGRAM = """
 import argparse
+import os
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from memory_networks import hangs
 from ms_gradaccum import find_micro_size
 
 FACTOR = 2.0
@@ -171,7 +164,10 @@ def build():
 
 if __name__ == "__main__":
     ms.set_context(mode=ms.GRAPH_MODE)
-    print(find_micro_size(build, "4GiB", report=print))
+    print(find_micro_size(build, "4GiB", report=print), flush=True)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    os.environ["MS_JIT"] = "0"
+    find_micro_size(hangs, "4GiB")
 """
 
 
@@ -184,12 +180,6 @@ def run_script(tmp_path, text, *arguments):
     )
 
 
-def test_a_function_of_the_program_itself_is_compiled_in_the_child(tmp_path):
-    with run_script(tmp_path, PROGRAM, "--rows=4") as program:
-        table, answer = program.communicate(timeout=300)[0].splitlines()
-    assert re.match(r"micro_size +1 +4 rows .* fits", table) and answer == "1"
-
-
 def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch, shared):
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
     with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
@@ -199,16 +189,6 @@ def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says
         f"ArithmeticError: mode {int(ms.GRAPH_MODE)}, arguments ['--rows=3'], called memory_networks"
     )
     assert "in says_where_it_is" in str(raised.value.__cause__)
-
-
-HANGING = """
-import os
-os.environ["MS_JIT"] = "0"
-from memory_networks import hangs
-from ms_gradaccum import find_micro_size
-print("begun", flush=True)
-find_micro_size(hangs, "1GiB")
-"""
 
 
 def ends(processes, seconds=60):
@@ -224,9 +204,10 @@ def runs(process):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_child_ends_with_its_parent(tmp_path):
-    with run_script(tmp_path, HANGING) as program:
-        assert program.stdout.readline() == "begun\n"
+def test_a_function_of_the_program_itself_is_compiled_in_a_child_that_ends_with_its_parent(tmp_path):
+    with run_script(tmp_path, PROGRAM, "--rows=4") as program:
+        assert re.match(r"micro_size +1 +4 rows .* fits", program.stdout.readline())
+        assert program.stdout.readline() == "1\n"
         tasks, deadline = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + 60
         while not tasks.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)

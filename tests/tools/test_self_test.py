@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
+from refusal import refuses
 from self_test_cells import IN_BUILD, few_jobs, going, run, tried
 from shared_process import SharedJob
 from started_processes import processes_with
@@ -152,7 +153,7 @@ def test_a_device_that_is_not_there_fails_each_cell(monkeypatch):
 def test_a_machine_without_msrun_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(RuntimeError, match="^2 processes must be started by msrun, but it is not in PATH. It is part "):
+    with refuses(RuntimeError, "started by msrun"):
         quietly([replace(going("well"), parallel="data parallel")])
 
 

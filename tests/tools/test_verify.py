@@ -1,7 +1,6 @@
 """verify: what is equal, what a report says, what is left as it was, and what is refused."""
 
 import random
-import re
 import warnings
 from unittest import mock
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.generator import default_generator
-from refusal import raises, typed
+from refusal import refuses, typed
 from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, ParameterDifference, TrainOneStepCell, VerifyReport, verify
@@ -208,7 +207,7 @@ def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
         ms.set_context(mode=ms.PYNATIVE_MODE)
         assert verify(Uncompilable(), batch(), 2).equal
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.raises(ValueError, match="must return its mean loss, .* but got no tensor"):
+    with refuses(ValueError, "mean loss", "a Python object"):
         verify(Uncompilable(), batch(), 2)
 
 
@@ -217,74 +216,47 @@ def test_a_grad_accumulation_of_mindspore_is_one_of_this_package():
     assert found.equal and found.micro_batches == verify(Line(), batch(), 2).micro_batches
 
 
-COUNT = "It counts the micro batches of one batch."
-RTOL = "None means 1e-4, or 2e-2 for 16 bits."
-OWN = "Settings of a GradAccumulation are its own: leave them out here."
-CELL = "Give a GradAccumulation or a loss cell."
-WHOLE = "Give the loss cell of the whole batch."
 # The argument, its value, the rule, what the sentence says of the value (or its type alone), and the way out.
 WRONG = [
-    ("network", 2, "an nn.Cell", None, CELL),
-    (
-        "network",
-        nn.WithLossCell(nn.ReLU(), nn.MSELoss()),
-        "one with trainable parameters",
-        "none",
-        "Give the loss cell.",
-    ),
-    (
-        "batch",
-        "x",
-        "a tensor, a tuple, a list or a dict",
-        None,
-        "Give the inputs of network in a tuple, or by name in a ",
-    ),
-    ("micro_size", None, "a positive int", None, COUNT),
-    ("micro_size", 0, "a positive int", "0", COUNT),
-    ("rtol", True, "a positive number", None, RTOL),
-    ("rtol", float("nan"), "a positive number", "nan", RTOL),
-    ("reference", 1, "an nn.Cell", None, WHOLE),
+    ("network", nn.WithLossCell(nn.ReLU(), nn.MSELoss()), "none"),
+    ("batch", "x", None),
+    ("micro_size", None, None),
+    ("micro_size", 0, "0"),
+    ("rtol", True, None),
+    ("rtol", float("nan"), "nan"),
+    ("reference", 1, None),
 ]
 
 
-@pytest.mark.parametrize("name, value, rule, got, remedy", WRONG)
-def test_wrong_arguments_are_refused(name, value, rule, got, remedy):
-    sentence = f"For 'verify', the argument '{name}' must be {rule}, but got {got or typed(value)}. {remedy}"
+@pytest.mark.parametrize("name, value, got", WRONG)
+def test_wrong_arguments_are_refused(name, value, got):
     given = {"network": Line(), "batch": batch(), "micro_size": 2, name: value}
-    with pytest.raises(ValueError if got else TypeError, match=f"^{re.escape(sentence)}"):
+    with refuses(ValueError if got else TypeError, f"'{name}'", f"but got {got or typed(value)}."):
         verify(**given)
 
 
 @pytest.mark.parametrize("settings", [{"weighted": 1}, {"batch_axis": "0"}])
 def test_settings_of_a_grad_accumulation_are_checked_by_it(settings):
     (name,) = settings
-    with pytest.raises(TypeError, match=f"^For 'GradAccumulation', the argument '{name}' must be "):
+    with refuses(TypeError, f"For 'GradAccumulation', the argument '{name}'"):
         verify(Line(), batch(), 2, **settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "rule", "got"),
-    [
-        ({"micro_size": 2}, "None or that of the GradAccumulation, 4", "2"),
-        ({"weighted": True}, "False or that of the GradAccumulation, False", "True"),
-        ({"batch_axis": 1}, "0 or that of the GradAccumulation, 0", "1"),
-    ],
+    ("settings", "got"), [({"micro_size": 2}, "2"), ({"weighted": True}, "True"), ({"batch_axis": 1}, "1")]
 )
-def test_the_settings_of_a_grad_accumulation_are_its_own(settings, rule, got):
+def test_the_settings_of_a_grad_accumulation_are_its_own(settings, got):
     (name,) = settings
-    with raises(ValueError, f"For 'verify', the argument '{name}' must be {rule}, but got {got}. {OWN}"):
+    with refuses(ValueError, f"'{name}'", f"but got {got}.", "them out here"):
         verify(GradAccumulation(Line(), 4), batch(), **{"micro_size": 4, **settings})
 
 
 def test_a_training_step_and_a_reference_of_other_parameters_are_refused():
     network = Line()
     step = TrainOneStepCell(network, nn.SGD(network.trainable_params()))
-    sentence = "For 'verify', the argument 'network' must be a GradAccumulation or a loss cell, but got {}. {}"
-    with raises(ValueError, sentence.format("TrainOneStepCell", "Give its network.")):
+    with refuses(ValueError, "'network'", "Give its network"):
         verify(step, batch(), 2)
-    sentence = "For 'verify', the argument 'reference' must be {}, but got {}. Build it around the same network."
-    rule, got = "a loss cell of the parameters of network", "one without 2 of them, first 'weight'"
-    with raises(ValueError, sentence.format(rule, got)):
+    with refuses(ValueError, "'reference'", "first 'weight'"):
         verify(Line(), batch(), 2, reference=Line())
 
 

@@ -4,9 +4,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from refusal import warns
 from verify_probe import LOSS, PAIRS, assert_causes, batch, differing
 
-from ms_gradaccum import GradAccumulationWarning, verify
+from ms_gradaccum import verify
 
 RANDOM = np.random.default_rng(3)
 X = RANDOM.normal(size=(8, 2)).astype(np.float32)
@@ -183,7 +184,7 @@ def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):
             return (mask * ops.square((x * self.weight).sum(-1) - y)).mean()
 
     inputs = batch(X, Y, np.tri(8, dtype=np.float32))
-    with pytest.warns(GradAccumulationWarning, match=r"single rows.*'mask' of shape \(8, 8\)"):
+    with warns("single rows"):
         report = verify(Masked(mean), inputs, 8)
     assert_causes(report, "The loss of micro batches could not be measured: the network takes 1 rows, but not 2")
     assert "check_loss" not in report.causes[0]

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from refusal import raises, typed
+from refusal import refuses
 
 from ms_gradaccum import CompileReport, GradAccumulation, ParameterDifference, verify
 
@@ -207,12 +207,12 @@ def test_what_cannot_be_compiled_is_named_with_the_reason():
     hooked = Line()
     hooked.weight.register_hook(lambda grad: grad * 2)
     (cause,) = compiled(hooked).causes
-    assert "weight has a hook" in cause
+    assert "a hook of weight" in cause
     (cause,) = compiled(Unknown()).causes
     assert cause.startswith(
         "The network cannot be compiled: For 'GradAccumulation', the argument 'network' must return"
     )
-    assert "but got no tensor" in cause
+    assert "but got a Python object" in cause
 
 
 def test_a_named_tuple_loses_its_gradient_in_a_graph():
@@ -242,15 +242,9 @@ def test_a_report_in_words():
 
 
 def test_compile_is_true_or_none():
-    remedy = "None follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
-    rule = "For 'verify', the argument 'compile' must be True or None, but got {}. " + remedy
     for wrong, kind in ((1, TypeError), ("yes", TypeError), (False, ValueError)):
-        with raises(kind, rule.format(typed(wrong))):
+        with refuses(kind, "'compile'", "None follows MindSpore's"):
             verify(Line(), batch(), 2, compile=wrong)
     with mock.patch.dict("os.environ", MS_JIT="0"):
-        sentence = (
-            "For 'verify', the argument 'compile' must be None where MS_JIT=0 has nothing compiled, but got True. "
-            "Unset MS_JIT, or leave compile out."
-        )
-        with raises(ValueError, sentence):
+        with refuses(ValueError, "'compile'", "None where MS_JIT=0"):
             verify(Line(), batch(), 2, compile=True)
