@@ -17,6 +17,7 @@ from ms_gradaccum.backend.mindspore_private import (
     launches_block,
     primexpr,
 )
+from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.clipping import Clip, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.gradients.norm_limit import SkipAbove
@@ -47,6 +48,9 @@ def check_step(
         remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         got = "a GradCacheLoss, which takes two passes"
         raise _error("network", "a sum over rows", got, remedy, "GradAccumulation")
+    if any(isinstance(cell, TokenMeanLoss) and cell.head_weight is not None for _, cell in network.cells_and_names()):
+        remedy = "Blocks of the head were not tried there: let the backbone return logits, and leave out head."
+        raise _error("head", "None", "a head", remedy, "TokenMeanLoss")
     if network.token_limit is not None:
         remedy = "The compiler cuts each batch into equal parts: give micro_size."
         got = network.token_limit.micro_tokens
