@@ -117,7 +117,7 @@ PROGRAMS = {
     "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
     "BatchNorm after building": Program(**NORM, built=freeze_mode, faces=STEPS),
     "BatchNorm before building, Model": Program(
-        **NORM, prepare=freeze_mode, faces=("Model",), parts=1, warned="a cell that was set to evaluation mode"
+        **NORM, prepare=freeze_mode, faces=("Model",), parts=1, warned="which was in evaluation mode"
     ),
     "BatchNorm in mid-training": Program(**NORM, between=freeze_later, parts=1),
     "BatchNorm in training": Program(**NORM, nature="BatchNorm"),

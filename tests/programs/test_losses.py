@@ -170,7 +170,7 @@ PROGRAMS = {
     "sum by hand": Program(HandWrittenSum, named="is not the (mean|sum)"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
     "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
-    "several losses": Program(Two, named="all losses|several losses", names_whole=True),
+    "several losses": Program(Two, named="scalar losses", names_whole=True),
     "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
     "mean over matches": Program(lambda: OfPositives(True), batches=boxes, named="is not the (mean|sum)"),
     "mean over matches, weighted": Program(
