@@ -25,7 +25,7 @@ usage() {
                    networks of mindformers, mindcv, mindone, mindocr, mindyolo and the models repository in their own
                    trainers, with this accumulation and with theirs; installs them into .venv-clients; more
                    arguments go to clients/run.py
-./run.sh mutations break the package in one place after the other, and see which tests fail
+./run.sh mutations break the package in one place after the other, and see which test of the first tier fails
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 

@@ -265,6 +265,9 @@ def check_accumulation_steps(owner: str, value: object) -> int:
 
 
 def check_micro_size(value: object) -> int:
+    """Return ``value`` if it is a positive int, or 1 for "auto": batches are split where memory runs out."""
+    if isinstance(value, str) and value == "auto":
+        return 1
     remedy = "It counts the micro batches of one batch; 1 means no split."
     if isinstance(value, nn.Cell):
         remedy = LOSS_INSIDE

@@ -104,6 +104,9 @@ class SilentAdvisor:
     def begin_anew(self) -> None:
         """Forget the open window, because a state was loaded."""
 
+    def after_split_more(self) -> None:
+        """Learn that batches have more micro batches from now on."""
+
     def before_graph(self) -> None:
         """Look at a network that a larger graph will train."""
 
@@ -150,7 +153,8 @@ class Advisor(SilentAdvisor):
         self.watch = WindowWatch(owner, watched, optimizers, count)
         self.gradient_watch = GradientWatch(owner)
         self.skipped_windows = SkippedWindows(owner, [reducer.buffer for reducer in reducers])
-        self.measurement = measurement_of(network, parameters, reducers[0], training)
+        self.make_measurement = functools.partial(measurement_of, network, parameters, reducers[0], training)
+        self.measurement = self.make_measurement()
         self.is_unmeasured = self.measurement is not None
         # The batch that is trained now; None between two batches.
         self.batch: SeenBatch | None = None
@@ -223,6 +227,12 @@ class Advisor(SilentAdvisor):
     @_harmless
     def begin_anew(self) -> None:
         self.watch.restart()
+
+    @_harmless
+    def after_split_more(self) -> None:
+        if self.measurement is None:
+            self.measurement = self.make_measurement()
+            self.is_on = True
 
     @_harmless
     def before_graph(self) -> None:

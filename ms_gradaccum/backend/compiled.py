@@ -17,6 +17,7 @@ from ms_gradaccum.backend.device import keeps_calls
 from ms_gradaccum.backend.mindspore_private import (
     accept_jit_functions,
     copy_compiler_settings,
+    free_graphs,
     get_mode,
     pynative_executor,
     run_graph,
@@ -115,7 +116,7 @@ class Compiled:
         except BaseException as error:
             is_lost(self.code.owner, error)
             # A graph that has failed at run time, for example at a label out of range, cannot run again.
-            cell.compile_cache.clear()
+            free_graphs(cell)
             self.fixed.clear()
             self.graphs.clear()
             self.general_cell = None

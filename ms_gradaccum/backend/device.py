@@ -5,6 +5,7 @@ With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions o
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
@@ -17,6 +18,11 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 DEVICES = ("CPU", "GPU", "Ascend")
+
+_OUT_OF_MEMORY = re.compile(
+    r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
+    r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
+)
 
 _stand_in_for: str | None = None  # The device to build for, in a simulation.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
@@ -51,6 +57,11 @@ def built_for(target: str) -> Iterator[None]:
 def runs_here() -> bool:
     """Return whether cells are built for the device of this process, so that an operator can be tried."""
     return device_target() == this_device()
+
+
+def is_out_of_memory(kind: str, text: str) -> bool:
+    """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
+    return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
 
 
 def is_host(device: str | None = None) -> bool:

@@ -51,6 +51,12 @@ run_graph = api._cell_graph_executor._exec_pip
 use_jit_config = api._cell_graph_executor._graph_executor.set_jit_config
 
 
+def free_graphs(cell: nn.Cell) -> None:
+    """Free the compiled graphs of a cell, with the memory that one of them keeps after an error."""
+    api._cell_graph_executor.del_net_res(cell, cell.compile_cache)
+    cell.compile_cache.clear()
+
+
 def draws_random_numbers(graph: str) -> bool:
     """Return whether a compiled graph, by its name, has an operator with a hidden state, such as a random one."""
     text = api._cell_graph_executor._get_func_graph_proto(None, graph, "anf_ir")

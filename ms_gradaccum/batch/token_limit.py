@@ -26,7 +26,7 @@ _LEAST_LENGTH = 8
 # The number of shapes with a graph of their own, before one graph for all further shapes takes over.
 MOST_GRAPHS = 32
 # What tells the lengths of the rows: the place of an input, or a function of all inputs.
-Lengths: TypeAlias = int | str | Callable[..., Any]
+Lengths: TypeAlias = int | str | Callable[..., object]
 _LENGTHS_REMEDY = (
     "Give the name or the place of a mask or of the numbers of tokens among the inputs, or a function of all inputs "
     "that returns them."

@@ -17,7 +17,7 @@ from mindspore import nn
 
 from ms_gradaccum._checks import check_positive_float, check_positive_int, counted, typed
 from ms_gradaccum.backend.compiled import return_memory
-from ms_gradaccum.backend.device import is_host
+from ms_gradaccum.backend.device import is_host, is_out_of_memory
 from ms_gradaccum.batch.arguments import Batch, as_call
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.loops.train_step import TrainOneStepCell
@@ -35,10 +35,6 @@ _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES = 2
 _MOST_WINDOWS = 20
-_OUT_OF_MEMORY = re.compile(
-    r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
-    r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
-)
 _TEXT = re.compile(r"(?i)\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*")
 # The results of the user's function: network, optimizer, batch, and perhaps settings of the training step.
 _Built = tuple[nn.Cell, nn.Cell, Batch] | tuple[nn.Cell, nn.Cell, Batch, dict[str, object]]
@@ -284,9 +280,11 @@ def size_text(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def is_out_of_memory(kind: str, text: str) -> bool:
-    """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
-    return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
+class WithFixedNumber(GradAccumulation):
+    """Micro batches whose number stays as it is when memory runs out, because it is measured."""
+
+    def split_more(self, rows: int) -> bool:
+        return False
 
 
 class Training:
@@ -304,7 +302,7 @@ class Training:
         whole.bind(self.inputs, {})
         network = whole.network
         axis = whole.batch_axis
-        parts = GradAccumulation(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
+        parts = WithFixedNumber(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
         self.step = TrainOneStepCell(parts, optimizer, **settings)
         self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
         # Cells start in evaluation mode, in which Dropout and BatchNorm take less memory than in training.

@@ -71,9 +71,10 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     Args:
         network (Cell): Loss cell. It takes the inputs of this cell and returns a scalar floating-point mean loss over
             its rows, or a tuple that starts with one. Outputs that are no scalars (e.g. logits) are ignored.
-        micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
+        micro_size (Union[int, str]): The number of micro batches that one batch is split into (a count, not rows). If
             `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
-            by its rows. A batch of fewer rows is split into single rows.
+            by its rows. A batch of fewer rows is split into single rows. If memory runs out in the first batch of a
+            window, that batch and those after it have twice as many, and a warning says so; ``"auto"`` begins with 1.
 
     Keyword Args:
         weighted (Union[bool, str]): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro
@@ -128,7 +129,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        micro_size: int | None = None,
+        micro_size: int | Literal["auto"] | None = None,
         *,
         micro_tokens: int | None = None,
         lengths: Lengths | None = None,
@@ -252,6 +253,13 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
         return batch
+
+    def split_more(self, rows: int) -> bool:
+        """Double the number of micro batches, unless batches of so many rows have single rows, or another limit."""
+        if self.micro_size is None or self.needs_all_rows or rows <= self.micro_size:
+            return False
+        self.micro_size *= 2
+        return True
 
     def bind(self, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
         """Bind the inputs to the arguments of `network`, or raise if they do not fit."""

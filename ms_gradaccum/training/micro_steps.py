@@ -12,6 +12,7 @@ from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import MAX_FIXED_SHAPES, NOTHING, Compiled, Method, like_mode, runs_eagerly
+from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
 from ms_gradaccum.batch.arguments import Args, Kwargs
@@ -43,6 +44,7 @@ class BatchResult(NamedTuple):
 class BatchProgress:
     """How far a batch has come, which decides what is left to do if it fails."""
 
+    rows = 0  # The rows of the batch, once it is split.
     has_added = False  # True once the sums may contain a part of the batch.
     # The number of micro batches whose collectives other ranks may still wait in; -1 before the count.
     rounds_left = -1
@@ -192,7 +194,7 @@ class MicroSteps:
         else:
             whole = self.network.split(*inputs)
         split = whole
-        rows = batch_rows = sum(map(_rows_of, whole.micro_batches))
+        rows = batch_rows = progress.rows = sum(map(_rows_of, whole.micro_batches))
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
         kind = StepKind(is_empty=weight == 0.0)
@@ -293,7 +295,7 @@ class MicroSteps:
         except BaseException as error:
             progress.has_added = bool(outputs) or steps[0].has_run
             events.micro_batches = done
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not is_out_of_memory(type(error).__name__, f"{error}"):
                 # The rows of a first micro batch that has failed alone.
                 rows_of_first = 0
                 if is_running and not progress.has_added and len(steps) > 1:

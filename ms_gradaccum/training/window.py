@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from mindspore import Tensor, nn
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import MAX_INT, State, is_count, is_lost, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, counted, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.backend.optimizers import groups_of
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.gradients.buffer import BatchCount
@@ -134,17 +135,47 @@ class Window:
                 f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
                 f"batch, or give each thread its own step and network."
             )
-        progress = BatchProgress()
         try:
-            result = self.micro_steps.run(args, kwargs, progress, is_last, weight)
-        except BaseException as error:
-            self._end_failed(error, progress)
-            raise
+            result = self._run_steps(args, kwargs, is_last, weight)
         finally:
             self._in_use.release()
         if self.ranks is not None:
             self.ranks.note_first("batch", (args, kwargs))
         return result
+
+    def _run_steps(self, args: Args, kwargs: Kwargs, is_last: bool, weight: float | None) -> BatchResult:
+        """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
+        while True:
+            progress = BatchProgress()
+            try:
+                return self.micro_steps.run(args, kwargs, progress, is_last, weight)
+            except BaseException as error:
+                if not (weight is None and self._splits_more(error, progress)):
+                    self._end_failed(error, progress)
+                    raise
+
+    def _splits_more(self, error: BaseException, progress: BatchProgress) -> bool:
+        """Split batches into more micro batches if memory ran out before the window had anything to lose.
+
+        Each rank does so for itself, unless the ranks communicate in each micro batch.
+        """
+        if not is_out_of_memory(type(error).__name__, f"{error}"):
+            return False
+        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_added and self.is_open):
+            return False
+        before = self.network.micro_size
+        if not self.network.split_more(progress.rows):
+            return False
+        if progress.has_added:
+            for reducer in self.reducers:
+                reducer.buffer.clear()
+        warn(
+            f"For '{self.network.owner}', the memory is not enough for {counted(before, 'micro batch')} of a batch of "
+            f"{progress.rows} rows, so from now on each batch has {self.network.micro_size}. Give micro_size="
+            f"{self.network.micro_size} to start with."
+        )
+        self.advisor.after_split_more()
+        return True
 
     def _end_failed(self, error: BaseException, progress: BatchProgress) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""

@@ -202,7 +202,7 @@ def test_an_iterator_is_not_used_up(eager):
 def test_an_error_in_it_ends_no_training(eager, monkeypatch):
     monkeypatch.setattr(LossMeasurement, "_finding", lambda *args: {}["nothing"])
     (said,) = said_of(Of(squares), Tensor(X), Tensor(Y))
-    assert said.endswith("a check that only warns has failed, but the training goes on: KeyError: 'nothing'")
+    assert "a check that only warns has failed with KeyError: 'nothing'" in said
 
 
 def test_tensors_of_strings_are_joined(eager):
@@ -666,7 +666,7 @@ def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
 # ---- no false alarm
 
 
-def alarm(seed, batches=3):
+def alarm(seed, batches=2):
     """Return the findings of a training with a random loss that is right."""
     loss = RandomLoss(seed)
     numbers = np.random.default_rng(seed)

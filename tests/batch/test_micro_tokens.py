@@ -327,7 +327,7 @@ def test_a_loss_of_all_rows_is_refused():
         ({"length_axis": None}, "at least one input must have an axis of tokens for micro_tokens"),
         ({"length_axis": 0}, "'length_axis' must be another axis than that of the rows, but got 0"),
         ({"length_axis": (2, 1)}, "the same length on their length axis, but got 3 in input[0] and 40 in input[1]"),
-        ({"length_axis": (1, 1, 1)}, "'length_axis' must be as long as the 2 inputs, but got 3 entries"),
+        ({"length_axis": (1, 1, 1)}, "each of the 2 inputs, but got 3 entries"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(settings, sentence):
@@ -355,7 +355,7 @@ def test_inside_a_larger_graph_it_is_refused():
         def construct(self, x, labels):
             return self.step(x, labels)[0]
 
-    with pytest.raises(Exception, match="micro_tokens needs a step that is called from Python"):
+    with pytest.raises(Exception, match="micro_tokens cannot be used inside a larger graph"):
         Larger()(Tensor(X), Tensor(LABELS))
 
 

@@ -1,4 +1,7 @@
-"""A process of `test_micro_tokens_of_ranks.py`: micro batches by tokens, in other numbers than on the other rank."""
+"""A process of `test_micro_tokens_of_ranks.py`: other numbers of micro batches than on the other rank.
+
+They have so many tokens at most, or one rank runs out of memory.
+"""
 
 import os
 import sys
@@ -60,6 +63,33 @@ def refused(kind):
     return said, is_updated, network.weight.asnumpy().tolist(), float(after.weight)
 
 
+class Limited(nn.Cell):
+    """A network that lacks memory for more than two rows on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Dense(3, 4, Tensor(START), has_bias=False)
+
+    def construct(self, x):
+        if rank == 1 and x.shape[0] > 2:
+            raise RuntimeError("Allocate output memory failed, alloc node:BiasAdd")
+        return self.head(x)
+
+
+def without_memory(kind):
+    network = Limited()
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    accumulation = GradAccumulation(TokenMeanLoss(network), "auto")
+    step = TrainOneStepCell(accumulation, optimizer, parallel=kind, check_loss=False)
+    said = ""
+    try:
+        step(*[Tensor(each) for each in rows_of(rank)])
+    except RuntimeError as error:
+        said = str(error)
+    return network.head.weight.asnumpy().tolist(), said, accumulation.micro_size
+
+
 results = {name: train(kind) for name, kind in KINDS.items()}
 results |= {f"refused, {name}": refused(KINDS[name]) for name in ("data parallel", "level2")}
+results |= {f"memory, {name}": without_memory(KINDS[name]) for name in ("data parallel", "level1", "level2")}
 report(rank, results)

@@ -34,3 +34,19 @@ def test_a_row_that_is_too_long_on_one_rank_takes_no_other_rank_along(name, two)
         assert ("must be at least the length of each row" in said) == (rank == 1)
         assert weight == tokens
     np.testing.assert_array_equal(two[0][f"refused, {name}"][2], two[1][f"refused, {name}"][2])
+
+
+@pytest.mark.parametrize("name", ["data parallel", "level1"])
+def test_a_rank_that_runs_out_of_memory_splits_its_batch_for_itself(name, two):
+    gradient, _, _ = mean_of([0, 1])
+    for report, micro_size in zip(two, (1, 4)):
+        weights, said, its_micro_size = report[f"memory, {name}"]
+        assert (said, its_micro_size) == ("", micro_size)
+        np.testing.assert_allclose(weights, START - RATE * gradient, rtol=0, atol=1e-6)
+
+
+def test_where_each_micro_batch_communicates_it_is_the_error_of_that_rank(two):
+    said = [report["memory, level2"][1] for report in two]
+    assert said[0] == "" and "Allocate output memory failed" in said[1]
+    assert [report["memory, level2"][2] for report in two] == [1, 1]
+    assert two[0]["memory, level2"][0] == two[1]["memory, level2"][0]

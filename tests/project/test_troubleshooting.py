@@ -218,6 +218,21 @@ def a_network_with_its_head_inside(*_):
     step_of(TokenMeanLoss(network, head=network[1]))(LINES[0], Tensor(np.zeros(8, np.int32)))
 
 
+class LacksMemory:
+    """A forward hook that lacks memory for more than four rows."""
+
+    def __call__(self, cell, inputs, output):
+        if inputs[0].shape[0] > 4:
+            raise RuntimeError("Allocate output memory failed")
+
+
+@says("memory is not enough")
+def a_batch_that_is_too_large(*_):
+    cell = loss_cell()
+    cell.register_forward_hook(LacksMemory())
+    step_of(GradAccumulation(cell, "auto"))(*LINES)
+
+
 @says("at least the length of each row")
 def a_row_of_too_many_tokens(*_):
     words = Tensor(np.ones((4, 9, 1), np.float32))

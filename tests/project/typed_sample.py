@@ -205,5 +205,5 @@ def settings() -> nn.Cell:
     assert_type(precision.init_scale, float)
     tokens = TokenMeanLoss(nn.Embedding(8, 8))
     assert_type(tokens(Tensor([[1, 2]]), Tensor([[1, 2]])), tuple[Tensor, Tensor])
-    assert_type(GradAccumulation(tokens, 2).micro_size, int)
+    assert_type(GradAccumulation(tokens, 2).micro_size, int | None)
     return tokens

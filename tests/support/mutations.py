@@ -1,10 +1,10 @@
-"""Break the package in one place after the other, and see which tests fail.
+"""Break the package in one place after the other, and see which test fails.
 
 python tests/support/mutations.py [NUMBER...]
 
 A test that cannot fail proves nothing. Each mutation is a mistake that an implementation of windows could make. It is
-made in a copy of the project, in which the tests named for it are then run, those of the first tier alone. The table
-says which of them fail; the command ends with status 1 if a mistake goes unseen.
+made in a copy of the project, in which the tests named for it are then run, those of the first tier alone, until one
+fails. The table says which; the command ends with status 1 if a mistake goes unseen.
 """
 
 import os
@@ -24,8 +24,6 @@ from tiers import FIRST_TIER
 ROOT = Path(__file__).parents[2]
 # As many at a time as there are cores on the smallest machine that the tests are for.
 _AT_A_TIME = 2
-# Names of tests that are printed for each mutation.
-_PRINTED = 3
 
 
 @dataclass(frozen=True)
@@ -349,8 +347,8 @@ return METHOD(**SETTINGS)
 )
 
 
-def failing_tests(mutation: Mutation | None, files: Sequence[str]) -> list[str]:
-    """Run these files of tests in a copy of the project with a mistake in it, and return the tests that fail."""
+def failing_test(mutation: Mutation | None, files: Sequence[str]) -> str:
+    """Run these files of tests in a copy of the project with a mistake in it, and return the first test that fails."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copy(ROOT / "pyproject.toml", copy)
@@ -359,40 +357,34 @@ def failing_tests(mutation: Mutation | None, files: Sequence[str]) -> list[str]:
         if mutation is not None:
             broken = copy / "ms_gradaccum" / mutation.file
             broken.write_text(mutation.applied(broken.read_text()))
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", FIRST_TIER]
+        command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", FIRST_TIER]
         command += [f"tests/{file}" for file in files]
         environment = {**os.environ, "PYTHONPATH": folder, "COLUMNS": "1000"}
         ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", ran.stdout, re.M)
-    # 0 is that all passed, 1 that some failed; anything else is a run that proves nothing.
+    failed = re.search(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", ran.stdout, re.M)
+    # 0 is that all passed, 1 that one failed; anything else is a run that proves nothing.
     if ran.returncode != bool(failed):
         raise RuntimeError(f"pytest ended with status {ran.returncode}:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
-    return failed
+    return failed.group(1).rpartition("/")[2] if failed else ""
 
 
-def seen(mutation: Mutation | None) -> tuple[Mutation | None, list[str]]:
-    """Return a mutation with the tests that fail; without one, with all files that any of them names."""
+def seen(mutation: Mutation | None) -> tuple[Mutation | None, str]:
+    """Return a mutation with the test that sees it; without one, try all files that any of them names."""
     files = mutation.tests if mutation else sorted({file for each in MUTATIONS for file in each.tests})
-    return mutation, failing_tests(mutation, files)
+    return mutation, failing_test(mutation, files)
 
 
 def main(numbers: Sequence[str]) -> int:
     """Try these mutations, or all and what is not broken first. Print a table; return the exit status."""
     tried: list[Mutation | None] = [MUTATIONS[int(number) - 1] for number in numbers] or [None, *MUTATIONS]
     as_wished = True
-    print("| mistake | where | tests that fail | among them |\n| --- | --- | --: | --- |")
+    print("| mistake | where | test that sees it |\n| --- | --- | --- |")
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         for mutation, failed in pool.map(seen, tried):
             as_wished &= bool(failed) == (mutation is not None)
-            named = ", ".join(f"`{name}`" for name in _one_of_each_function(failed))
             what, where = (mutation.name, f"`{mutation.file}`") if mutation else ("none", "")
-            print(f"| {what} | {where} | {len(failed)} | {named} |", flush=True)
+            print(f"| {what} | {where} | `{failed}` |", flush=True)
     return 0 if as_wished else 1
-
-
-def _one_of_each_function(tests: Sequence[str]) -> list[str]:
-    functions = dict.fromkeys(name.partition("[")[0].rpartition("/")[2] for name in tests)
-    return list(functions)[:_PRINTED]
 
 
 if __name__ == "__main__":

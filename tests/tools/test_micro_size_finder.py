@@ -144,9 +144,11 @@ def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, mo
 
 PROGRAM = """
 import argparse
+import os
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from memory_networks import hangs
 from ms_gradaccum import find_micro_size
 
 FACTOR = 2.0
@@ -171,7 +173,10 @@ def build():
 
 if __name__ == "__main__":
     ms.set_context(mode=ms.GRAPH_MODE)
-    print(find_micro_size(build, "4GiB", report=print))
+    print(find_micro_size(build, "4GiB", report=print), flush=True)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    os.environ["MS_JIT"] = "0"
+    find_micro_size(hangs, "4GiB")
 """
 
 
@@ -184,12 +189,6 @@ def run_script(tmp_path, text, *arguments):
     )
 
 
-def test_a_function_of_the_program_itself_is_compiled_in_the_child(tmp_path):
-    with run_script(tmp_path, PROGRAM, "--rows=4") as program:
-        table, answer = program.communicate(timeout=300)[0].splitlines()
-    assert re.match(r"micro_size +1 +4 rows .* fits", table) and answer == "1"
-
-
 def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch, shared):
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
     with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
@@ -199,16 +198,6 @@ def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says
         f"ArithmeticError: mode {int(ms.GRAPH_MODE)}, arguments ['--rows=3'], called memory_networks"
     )
     assert "in says_where_it_is" in str(raised.value.__cause__)
-
-
-HANGING = """
-import os
-os.environ["MS_JIT"] = "0"
-from memory_networks import hangs
-from ms_gradaccum import find_micro_size
-print("begun", flush=True)
-find_micro_size(hangs, "1GiB")
-"""
 
 
 def ends(processes, seconds=60):
@@ -224,9 +213,10 @@ def runs(process):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_child_ends_with_its_parent(tmp_path):
-    with run_script(tmp_path, HANGING) as program:
-        assert program.stdout.readline() == "begun\n"
+def test_a_function_of_the_program_itself_is_compiled_in_a_child_that_ends_with_its_parent(tmp_path):
+    with run_script(tmp_path, PROGRAM, "--rows=4") as program:
+        assert re.match(r"micro_size +1 +4 rows .* fits", program.stdout.readline())
+        assert program.stdout.readline() == "1\n"
         tasks, deadline = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + 60
         while not tasks.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -20,9 +20,10 @@ from refusal import raises, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.micro_size_finder import Measured, Training, is_out_of_memory
+from ms_gradaccum.tools.micro_size_finder import Measured, Training
 from ms_gradaccum.tools.processes import IN_JOB
 
 

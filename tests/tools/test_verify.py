@@ -208,7 +208,7 @@ def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
         ms.set_context(mode=ms.PYNATIVE_MODE)
         assert verify(Uncompilable(), batch(), 2).equal
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.raises(ValueError, match="must return its mean loss, .* but got no tensor"):
+    with pytest.raises(ValueError, match="must return its mean loss, .* but got a Python object"):
         verify(Uncompilable(), batch(), 2)
 
 

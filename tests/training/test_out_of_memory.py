@@ -1,0 +1,240 @@
+"""A lack of memory before a window has anything to lose: its batch is split into twice as many micro batches."""
+
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
+from ms_gradaccum.backend import compiled
+from ms_gradaccum.tools.micro_size_finder import Training
+
+ROWS = 12
+X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+START = np.float32([[0.3, -0.2, 0.5]])
+RATE = 0.1
+# The sentences of MindSpore 2.10 on CPU, in GRAPH and in PYNATIVE mode.
+WORDS = [
+    "Memory not enough:\nMemory isn't enough and alloc failed, kernel name: BiasAdd-op1, alloc size: 409600000B.",
+    "Allocate output memory failed, alloc node:Default/BiasAdd-op1 alloc size:102400000B",
+]
+SAID = (
+    "For 'GradAccumulation', the memory is not enough for {} of a batch of 12 rows, so from now on each batch has {}. "
+    "Give micro_size={} to start with."
+)
+
+
+class Square(nn.Cell):
+    """The mean over rows of a square. With ``most``, memory is enough for so many rows."""
+
+    def __init__(self, most=None, words=WORDS[1]):
+        super().__init__()
+        self.line = nn.Dense(3, 1, Tensor(START), has_bias=False)
+        self.most = most
+        self.words = words
+
+    def construct(self, x):
+        if self.most is not None and x.shape[0] > self.most:
+            raise RuntimeError(self.words)
+        return self.line(x).square().mean()
+
+
+def weights_after(*batches):
+    """The weights after an update with each mean gradient, in float64."""
+    weights = START.astype(np.float64)
+    for rows in batches:
+        x = rows.astype(np.float64)
+        weights = weights - RATE * 2 * (x @ weights.T).T @ x / len(x)
+    return weights
+
+
+def step_of(network, micro_size="auto", **settings):
+    accumulation = GradAccumulation(network, micro_size)
+    return TrainOneStepCell(accumulation, nn.SGD(network.trainable_params(), RATE), **settings)
+
+
+def said_in(record):
+    return [str(each.message) for each in record if "the memory is not enough" in str(each.message)]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_batch_is_tried_with_twice_the_micro_batches(words, eager, recwarn):
+    network = Square(most=3, words=words)
+    step = step_of(network)
+    output = step(Tensor(X))
+    np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(X), rtol=1e-6, atol=1e-7)
+    assert said_in(recwarn) == [SAID.format("1 micro batch", 2, 2), SAID.format("2 micro batches", 4, 4)]
+    assert (output.is_updated, float(output.weight), step.network.micro_size) == (True, ROWS, 4)
+    assert (step.events.batches, step.events.micro_batches, step.events.updates) == (1, 4, 1)
+    # Later batches begin with what has worked.
+    step(Tensor(X))
+    np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(X, X), rtol=1e-6, atol=1e-7)
+    assert len(said_in(recwarn)) == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_graph_that_has_added_gradients_leaves_none_behind(when, monkeypatch, recwarn):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    run_graph = compiled.run_graph
+    tensors_of_step = 3  # Share, factor and rows.
+
+    def limited(cell, *tensors, phase):
+        is_large = len(tensors) == tensors_of_step and tensors[-1].shape[:1] > (4,)
+        if is_large and when == "before":
+            raise RuntimeError(WORDS[0])
+        outputs = run_graph(cell, *tensors, phase=phase)
+        if is_large:
+            raise RuntimeError(WORDS[0])
+        return outputs
+
+    monkeypatch.setattr(compiled, "run_graph", limited)
+    network = Square()
+    step = step_of(network, 2)
+    for batches in ([X], [X, X]):
+        output = step(Tensor(X))
+        np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(*batches), rtol=1e-6, atol=1e-7)
+        assert float(output.weight) == ROWS
+    assert said_in(recwarn) == [SAID.format("2 micro batches", 4, 4)]
+
+
+def test_an_open_window_keeps_its_batches_if_nothing_was_added(eager, recwarn):
+    network = Square(most=4)
+    step = step_of(network, accumulation_steps=2)
+    step(Tensor(X[:4]))
+    assert said_in(recwarn) == []
+    output = step(Tensor(X[4:]))
+    np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(X), rtol=1e-6, atol=1e-7)
+    assert float(output.weight) == ROWS and len(said_in(recwarn)) == 1
+
+
+class FailsAt:
+    """A forward hook that lacks memory once, at the given call."""
+
+    def __init__(self, call):
+        self.calls = 0
+        self.failing = call
+
+    def __call__(self, cell, inputs, output):
+        self.calls += 1
+        if self.calls == self.failing:
+            raise RuntimeError(WORDS[1])
+
+
+def test_a_first_batch_that_fails_in_its_middle_begins_anew(eager, recwarn):
+    network = Square()
+    network.register_forward_hook(FailsAt(3))
+    step = step_of(network, 3)
+    output = step(Tensor(X))
+    np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(X), rtol=1e-6, atol=1e-7)
+    assert float(output.weight) == ROWS and step.network.micro_size == 6
+
+
+def test_a_window_whose_sums_would_be_lost_is_discarded_with_the_error(eager, recwarn):
+    network = Square()
+    network.register_forward_hook(FailsAt(3 + 2))
+    step = step_of(network, 3, accumulation_steps=2)
+    step(Tensor(X))
+    with pytest.raises(RuntimeError, match="Allocate output memory failed"):
+        step(Tensor(X))
+    np.testing.assert_array_equal(network.line.weight.asnumpy(), START)
+    assert said_in(recwarn) == [] and step.network.micro_size == 3 and step.open_batches() == 0
+
+
+def test_an_accumulator_splits_its_batches_too(eager, recwarn):
+    network = Square(most=6)
+    accumulator = Accumulator(GradAccumulation(network, "auto"), nn.SGD(network.trainable_params(), RATE))
+    loss = accumulator.backward(Tensor(X))
+    accumulator.step()
+    np.testing.assert_allclose(network.line.weight.asnumpy(), weights_after(X), rtol=1e-6, atol=1e-7)
+    assert float(loss) == pytest.approx(float(np.square(X @ START.T).mean()), rel=1e-6)
+
+
+def test_single_rows_are_not_split(eager, recwarn):
+    step = step_of(Square(most=0))
+    with pytest.raises(RuntimeError, match="Allocate output memory failed"):
+        step(Tensor(X))
+    assert step.network.micro_size == 16 and len(said_in(recwarn)) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the shapes do not match"), ValueError(WORDS[0]), KeyboardInterrupt(WORDS[0])]
+)
+def test_other_errors_are_errors(error, eager, recwarn):
+    class Fails(Square):
+        def construct(self, x):
+            raise error
+
+    step = step_of(Fails())
+    with pytest.raises(type(error)):
+        step(Tensor(X))
+    assert said_in(recwarn) == [] and step.network.micro_size == 1
+
+
+def test_a_weight_of_the_caller_and_micro_tokens_are_not_split(eager, recwarn):
+    network = Square(most=6)
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    accumulator = Accumulator(network, optimizer)
+    with pytest.raises(RuntimeError, match="Allocate output memory failed"):
+        accumulator.backward(Tensor(X), weight=5.0)
+    step = TrainOneStepCell(GradAccumulation(network, micro_tokens=100), optimizer)
+    with pytest.raises(RuntimeError, match="Allocate output memory failed"):
+        step(Tensor(X))
+    assert said_in(recwarn) == []
+
+
+def test_a_number_that_is_measured_stays_as_it_is(eager, recwarn):
+    network = Square(most=6)
+    training = Training((network, nn.SGD(network.trainable_params(), RATE), Tensor(X)), 1)
+    with pytest.raises(RuntimeError, match="Allocate output memory failed"):
+        training.run()
+    assert said_in(recwarn) == []
+
+
+# A network of a large activation, in an address space in which the whole batch does not fit.
+PROGRAM = """
+import resource, sys, warnings
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+class Wide(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Dense(1, 4, Tensor(np.ones((4, 1), np.float32))), nn.Dense(4, 1)
+
+    def construct(self, x):
+        return self.last(ops.tanh(self.first(x))).mean()
+
+ms.set_context(mode=getattr(ms, sys.argv[1]))
+network = Wide()
+accumulation = GradAccumulation(network, "auto")
+step = TrainOneStepCell(accumulation, nn.SGD(network.trainable_params(), 0.1), check_loss=False)
+step(Tensor(np.ones((2, 8, 1), np.float32)))
+x = Tensor(np.ones((64, 400_000, 1), np.float32))
+with open("/proc/self/statm") as file:
+    limit = int(file.read().split()[0]) * resource.getpagesize() + 500 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    outputs = [step(x) for _ in range(2)]
+assert all(output.is_updated for output in outputs) and float(outputs[0].weight) == 64
+assert any("the memory is not enough for 1 micro batch" in str(each.message) for each in caught)
+print("trained in", accumulation.micro_size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited as on Linux")
+@pytest.mark.parametrize("mode_name", ["GRAPH_MODE", "PYNATIVE_MODE"])
+def test_mindspore_goes_on_after_a_real_lack_of_memory(mode_name, monkeypatch, tmp_path):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    program = tmp_path / "program.py"  # The compiler reads it.
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), mode_name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "trained in" in done.stdout, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > 1
