@@ -298,6 +298,11 @@ class Training:
                 f"compiler partitions, which one process cannot measure. Give the cell inside."
             )
         whole = as_grad_accumulation(_OWNER, network)
+        if whole.token_limit is not None:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'network' must have no micro_tokens, but got "
+                f"{whole.token_limit.micro_tokens}. With it, no micro_size is needed."
+            )
         self.inputs = whole.positional(*as_call(_OWNER, batch))
         whole.bind(self.inputs, {})
         network = whole.network

@@ -164,8 +164,10 @@ class WindowEnd(nn.Cell):
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         self.can_raise = graphs_can_raise()
-        self.broken = broken_gradient(settings.owner)
-        self.unraised = unraised(settings.owner)
+        # A graph ends a training of skipped windows with this error, or warns that it cannot.
+        self.message = broken_gradient(settings.owner)
+        if not self.can_raise:
+            self.message = unraised(settings.owner)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
@@ -191,9 +193,9 @@ class WindowEnd(nn.Cell):
             if self.can_raise:
                 in_a_row = ops.assign_add(self.skipped, ops.cast(overflow, ms.int32))
                 if in_a_row >= MAX_OVERFLOWS:
-                    raise RuntimeError(self.broken)
+                    raise RuntimeError(self.message)
             else:
-                warn_in_graph(self.unraised)
+                warn_in_graph(self.message)
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm))
         if self.progress.may_leave_out:

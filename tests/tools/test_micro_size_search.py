@@ -233,6 +233,12 @@ def test_what_a_function_returns_is_checked(place, value, name):
         Training(tuple(made), 1)
 
 
+def test_micro_batches_that_are_limited_by_tokens_have_no_number_to_look_for():
+    network, optimizer, batch = nothing()
+    with refuses(ValueError, "'network'", "micro_tokens"):
+        Training((GradAccumulation(network, micro_tokens=8), optimizer, batch), 1)
+
+
 def test_the_settings_of_a_training_are_kept_also_in_half_precision(eager):
     class Weighted(nn.Cell):
         def __init__(self):
