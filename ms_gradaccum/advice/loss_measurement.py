@@ -247,6 +247,9 @@ class LossMeasurement:
             parts = [passes.loss(rows) for rows in pair.parts]
         elif passes.draws(both.structure):
             return self._of_noise(passes, [both, *pair.parts], [whole, *parts])
+        else:  # The program may have changed the network since one of these graphs was compiled.
+            self.losses.programs.clear()
+            whole, *parts = [passes.loss(rows) for rows in (both, *pair.parts)]
         error = error_of(whole, *parts)
         rounding = self.losses.rounding(whole, *parts)
         drift = relative(passes.loss(both).value - whole.value, whole.value)
@@ -319,11 +322,11 @@ class LossMeasurement:
             what = "the sums and weights of two micro batches do not add up to those of both together"
         return (
             f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
-            f"something else than rows (tokens, boxes, class weights{self._of_padding()}). {_PAGE}"
+            f"something else than rows (tokens, boxes, class weights){self._of_padding()}. {_PAGE}"
         )
 
     def _of_padding(self) -> str:
-        return "" if self.network.token_limit is None else ", padding that micro_tokens cuts off"
+        return "" if self.network.token_limit is None else ", or the loss reads padding that micro_tokens cuts off"
 
     # ---- the gradients of the training program
 
@@ -347,7 +350,8 @@ class LossMeasurement:
             return ""
         return (
             f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-            f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the loss. {_PAGE}"
+            f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the "
+            f"loss{self._of_padding()}. {_PAGE}"
         )
 
 

@@ -177,7 +177,7 @@ def test_not_among_several_processes(monkeypatch):
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
     monkeypatch.setattr(reducer_of(step), "is_distributed", True)
-    structure, micro_batches = window_of(step).network.split(columns(4))
+    structure, micro_batches, *_ = window_of(step).network.split(columns(4))
     compiled = window_of(step).micro_steps.steps._compile(structure, micro_batches[0], False)
     assert not compiled.cell.is_pooled
 

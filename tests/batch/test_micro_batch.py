@@ -106,7 +106,7 @@ AXES = [
 
 @pytest.mark.parametrize("axes", AXES)
 def test_nested_inputs_are_split_and_put_together_again(axes):
-    structure, micro_batches = split_batch(nested(5), 2, check_batch_axis(axes))
+    structure, micro_batches, *_ = split_batch(nested(5), 2, check_batch_axis(axes))
     for rows, (count, tensors) in zip((slice(0, 3), slice(3, 5)), micro_batches):
         named, listed, pair = structure.as_cell().construct(tensors)
         assert count == rows.stop - rows.start and list(named) == ["x", "wide"]

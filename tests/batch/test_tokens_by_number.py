@@ -115,7 +115,7 @@ def test_half_precision_keeps_sums_beyond_its_range(mode, whole):
 @pytest.mark.parametrize(
     "cell, text",
     [
-        (lambda loss: GradAccumulation(loss, 2), "a batch of 2 micro batches"),
+        (lambda loss: GradAccumulation(loss, 2), "a batch that is split"),
         (lambda loss: GradAccumulation(loss, 1, weighted="mean"), "a network with weights of its own"),
         (lambda loss: TokenMeanLoss(loss.network), "a network with weights of its own"),
         (lambda loss: GradCacheLoss(loss.network, nn.MSELoss(), labels=1), "a loss over all rows"),

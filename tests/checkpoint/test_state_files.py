@@ -448,7 +448,6 @@ def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from refusal import refuses
 from ms_gradaccum.checkpoint import files
 files.claim(Path(sys.argv[1]))
 print("claimed", flush=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -170,7 +171,8 @@ def test_ctrl_c_says_at_once_where_it_saves_and_ends_the_training(tmp_path, capf
     before = signal.getsignal(signal.SIGINT)
     straight, first, second, once = Log(), Log(), Log(), Interrupt(capfd)
     end = fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "straight")])
-    fit(in_memory, 3, [first, once, StateCheckpoint(tmp_path / "states")])
+    with suppress(SystemExit):  # Once a graph has run in this process, MindSpore turns a Ctrl-C into a SIGTERM.
+        fit(in_memory, 3, [first, once, StateCheckpoint(tmp_path / "states")])
     assert once.said.strip() == (f"StateCheckpoint: the training saves its state into {tmp_path}/states, and ends.")
     assert len(first.steps) == 7 and signal.getsignal(signal.SIGINT) == before
     assert fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states")]) == end

@@ -69,7 +69,7 @@ def test_a_failure_before_anything_was_added_keeps_the_window(event, eager):
             step(*batch_of(3, 4))
         assert step.open_batches() == 1
     else:
-        with pytest.raises(OSError), pytest.warns(UserWarning, match="also drops 1 batch before it"):
+        with pytest.raises(OSError), pytest.warns(UserWarning, match="also discards 1 batch before it"):
             step(*batch_of(3, 4))
         step(*batch_of(1, 2))
         counts = counts[0] + 1, counts[1] + 2

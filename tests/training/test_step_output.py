@@ -163,9 +163,13 @@ def test_arguments_of_mindspores_cell_that_ask_for_nothing_are_taken(sens, eager
         (
             {"sens": 1024.0},
             ValueError,
-            "the argument 'sens' must be None or 1.0, but got 1024.0. Give mixed_precision=",
+            "the argument 'sens' must be None or 1.0, but got 1024.0 of type float. For a loss scale ",
         ),
-        ({"sens": "2"}, TypeError, "the argument 'sens' must be None or 1.0, but got '2' of type str. Give "),
+        (
+            {"sens": "2"},
+            TypeError,
+            "the argument 'sens' must be None or 1.0, but got '2' of type str. For a loss ",
+        ),
         ({"return_grad": True}, ValueError, "the argument 'return_grad' must be False, but got True. Take the "),
         ({"return_grad": 1}, TypeError, "the argument 'return_grad' must be a bool, but got 1 of type int. Take the "),
     ],
