@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mindspore import Tensor, nn
 
@@ -161,12 +161,12 @@ class Window:
         """
         if not is_out_of_memory(type(error).__name__, f"{error}"):
             return False
-        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_added and self.is_open):
+        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_run and self.is_open):
             return False
         before = self.network.micro_size
         if not self.network.split_more(progress.rows):
             return False
-        if progress.has_added:
+        if progress.has_run:
             for reducer in self.reducers:
                 reducer.buffer.clear()
         warn(
@@ -180,7 +180,7 @@ class Window:
     def _end_failed(self, error: BaseException, progress: BatchProgress) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
         self.network.head(error)
-        if progress.has_added:
+        if progress.has_run:
             batches = self.count.read()
             self.discard(for_all=True)
             warn_of_dropped(self.owner, batches)
@@ -257,3 +257,11 @@ class Window:
         # Windows of one batch are not counted.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
+
+
+def reducers_of(windows: Iterable[Window]) -> list[GradientReducer]:
+    """Return the reducers of all optimizers of these windows."""
+    reducers: list[GradientReducer] = []
+    for window in windows:
+        reducers += window.reducers
+    return reducers
