@@ -77,9 +77,11 @@ def _name_apart(optimizer: nn.Cell, network: nn.Cell) -> None:
 class OptimizerOwner(Protocol):
     """The window of a training step. It owns its optimizers until another step is built with one of them."""
 
-    owner: str
     watches_calls: bool
     has_claims: bool
+
+    @property
+    def owner(self) -> str: ...
 
     @property
     def optimizers(self) -> list[nn.Cell]: ...

@@ -270,7 +270,7 @@ class WindowEnds:
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The reports on the full window, from `reduce` until the window is reset. Otherwise empty.
+        # The reports on the last full window, one for each optimizer. Set by `reduce`.
         self.outputs: list[StepOutput] = []
         # True if the loss scale was too large for the window, or for a micro batch that was dropped. Set by `reduce`.
         self.is_bad = Tensor(False)
@@ -284,7 +284,7 @@ class WindowEnds:
     def partial_output(self) -> StepOutput:
         return self.of_optimizers[0].reduction.run_partial_report()
 
-    def reduce(self) -> None:
+    def reduce(self) -> StepOutput:
         """Reduce the sums of a full window, and report on it."""
         if self.reducers[0].grads_are_reduced:
             self.reducers[0].check_window(self.settings.owner)
@@ -301,6 +301,7 @@ class WindowEnds:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
         self.outputs = outputs
+        return outputs[0]
 
     def finish(self, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
