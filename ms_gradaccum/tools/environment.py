@@ -6,13 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import mindspore as ms
 
-from ms_gradaccum import __version__
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_host, this_device
 from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.tools.processes import find_msrun
 
-_PACKAGES = ("mindspore", "numpy", "tqdm", "matplotlib")
+_PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
 
 
@@ -20,8 +19,6 @@ def describe() -> dict[str, str]:
     """Return the facts that ``python -m ms_gradaccum env`` prints, by name."""
     target = this_device()
     facts = {"python": platform.python_version(), "system": platform.platform()}
-    # Not the installed version: an editable installation keeps that of its first day.
-    facts["ms_gradaccum"] = __version__
     facts.update({name: _version_of(name) for name in _PACKAGES})
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
