@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     check_construct,
     check_micro_size,
     check_type,
+    refuse_nameless,
     refuse_unknown,
 )
 from ms_gradaccum.backend.in_graph import warn_in_graph
@@ -130,7 +131,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self,
         network: nn.Cell,
         micro_size: int | Literal["auto"] | None = None,
-        *,
+        *others: NoReturn,
         micro_tokens: int | None = None,
         lengths: Lengths | None = None,
         length_axis: BatchAxis = 1,
@@ -156,6 +157,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             _check_without_size(micro_size, network)
             self.token_limit = TokenLimit.checked(micro_tokens, lengths, length_axis, self.argument_names)
             self._obeyed = {}
+        refuse_nameless(_OWNER, "micro_size", others)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
