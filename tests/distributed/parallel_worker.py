@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,19 +9,17 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
+from described_messages import bytes_of_sums, described
+from launch import meet, report, run_scenarios
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
-
-sys.path.insert(0, str(Path(__file__).parent))
-from described_messages import bytes_of_sums, described  # noqa: E402
-from launch import report, run_scenarios  # noqa: E402
-from open_window import buffer_of, reducer_of, window_of  # noqa: E402
-from quick_mindspore import compiling, eagerly  # noqa: E402
-from scenarios import (  # noqa: E402
+from open_window import buffer_of, reducer_of, window_of
+from quick_mindspore import compiling, eagerly
+from scenarios import (
     CLIPS,
     NO_SPIKE,
     ONE_SHAPE,
@@ -42,9 +39,9 @@ from scenarios import (  # noqa: E402
     uneven_data,
     weights_of,
 )
-from step_probe import operators  # noqa: E402
+from step_probe import operators
 
-from ms_gradaccum import (  # noqa: E402
+from ms_gradaccum import (
     HSDP,
     ClipByGroupNorm,
     ClipByValue,
@@ -55,10 +52,9 @@ from ms_gradaccum import (  # noqa: E402
     NormSpike,
     TrainOneStepCell,
 )
-from ms_gradaccum.parallel import world  # noqa: E402
+from ms_gradaccum.parallel import world
 
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet()
 results = {}
 KINDS = {
     "data parallel": DataParallel(),

@@ -1,19 +1,13 @@
 """Several processes against one: weights, agreement, messages, memory."""
 
 import functools
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-
-from ms_gradaccum import TrainingPlan
-
-sys.path.insert(0, str(Path(__file__).parent))
-from open_window import buffer_of  # noqa: E402
-from scenarios import (  # noqa: E402
+from open_window import buffer_of
+from scenarios import (
     NO_SPIKE,
     OPTIMIZERS,
     STEPS,
@@ -30,6 +24,8 @@ from scenarios import (  # noqa: E402
     weights_of,
     whole_batches,
 )
+
+from ms_gradaccum import TrainingPlan
 
 PART, SIZES = "parallel_worker", (2, 4)
 KINDS = [
