@@ -44,7 +44,9 @@ _OTHER_NAMES = {
     "batch_axis": "batch_dim axis dim",
     "compile": "jit use_jit jit_level",
 }
-_RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
+_RIGHT_NAMES: dict[str, str] = {}
+for _name, _others in _OTHER_NAMES.items():
+    _RIGHT_NAMES |= dict.fromkeys((_name, *_others.split()), _name)
 # The error of a collective operator, op by op or in a graph.
 _LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}

@@ -346,7 +346,7 @@ def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Se
     """Return the trainer of ``network`` in a list, or all of them for None."""
     if network is None:
         return networks
-    chosen = [each for each in networks if any(network is name for name in each.names)]
+    chosen = [each for each in networks if id(network) in map(id, each.names)]
     if not chosen:
         raise ValueError(
             f"For 'Accumulator', the argument 'network' must be a network of this Accumulator, but got "

@@ -26,7 +26,7 @@ from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.token_limit import Lengths, TokenLimit
-from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
+from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision
@@ -159,9 +159,6 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
-        # The names of the further losses in a report, and their number.
-        self.loss_names = losses if isinstance(losses, tuple) else ()
-        self.other_losses = num_other_losses(losses)
         # True if the loss is no sum over micro batches, so that each batch is prepared for them.
         self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.batch_axis = check_batch_axis(batch_axis)
