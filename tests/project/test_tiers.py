@@ -60,6 +60,13 @@ def test_the_first_tier_tries_a_tenth_of_the_examples(monkeypatch):
         tiers.settings.load_profile("as before")
 
 
+HOOK = """
+import pathlib, pytest, tiers
+tiers.FILE = pathlib.Path(__file__).with_name('second_tier.txt')
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items): tiers.mark(items)
+"""
 TRIED = """
 import pytest
 
@@ -95,11 +102,7 @@ def test_pairs(name, number): pass
 def test_what_is_listed_marked_or_needs_four_processes_is_the_second_tier(choice, chosen, tmp_path):
     (tmp_path / "test_tried.py").write_text(TRIED)
     (tmp_path / "second_tier.txt").write_text("# Why.\n\ntest_tried.py::test_listed\n")
-    hook = "import tiers, pathlib\ntiers.FILE = pathlib.Path(__file__).with_name('second_tier.txt')\n"
-    hook += (
-        "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items): tiers.mark(items)\n"
-    )
-    (tmp_path / "conftest.py").write_text(hook)
+    (tmp_path / "conftest.py").write_text(HOOK)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = second_tier: see the file\n")
     command = [
         "python",
