@@ -235,6 +235,7 @@ PROVOKED = {
     "None or 1.0": lambda: of(loss_cell(), lambda cell: TrainOneStepCell(cell, sgd(cell), 4)),
     "'network' must not contain": lambda: GradAccumulation(GradAccumulation(loss_cell(), 2), 2),
     "unexpected argument": lambda: model_of(boost_config_dict={"boost": {"mode": "manual"}}),
+    "need a name": lambda: GradAccumulation(loss_cell(), 2, True),
     "bfloat16 on CPU": lambda: step_of(loss_cell(), mixed_precision="bf16"),
     "return its mean": lambda: train_parts(line(), INPUT),
     "scalar losses": lambda: train_parts(Returning(lambda loss: (loss, 2 * loss))),
