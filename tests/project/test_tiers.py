@@ -132,8 +132,9 @@ def test_what_is_listed_marked_or_needs_four_processes_is_the_second_tier(choice
     ids=str,
 )
 def test_the_command_chooses_a_tier(arguments, given, tmp_path):
-    for name in ("run.sh", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ms_gradaccum").mkdir()
+    for name in ("run.sh", "pyproject.toml", "setup.py", "ms_gradaccum/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("python", "ruff", "mypy", "pytest"):

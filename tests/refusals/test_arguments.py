@@ -46,7 +46,7 @@ WRONG = {
     "a bool as a milestone": (lambda: AccumulationConfig(schedule={True: 1}), "schedule", typed(True)),
     "a negative milestone": (lambda: AccumulationConfig(schedule={-1: 1}), "schedule", "-1"),
     "no batches": (lambda: AccumulationConfig(schedule={0: 0}), "schedule[0]", "0"),
-    "no optimizer of one network": (lambda: Accumulator(loss_cell(), [[]]), "optimizer", "an empty list"),
+    "no optimizer of one network": (lambda: Accumulator(loss_cell(), [[]]), "optimizer", "[]"),
     "last_window": (lambda: toy(last_window="keep"), "last_window", "'keep'"),
     "amp_level": (lambda: toy(amp_level="O4"), "amp_level", "'O4'"),
     "boost_level": (lambda: toy(boost_level="O1"), "boost_level", "'O1'"),
