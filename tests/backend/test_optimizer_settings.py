@@ -263,6 +263,11 @@ def rate_at(rate, update):
     return rate[update] if isinstance(rate, list) else rate
 
 
+def test_every_schedule_moves_once_per_update(mode):
+    whole, results = trained_with_rates()
+    assert_like_whole_batch(whole, *results[mode])
+
+
 def test_output_reports_the_learning_rates_that_the_update_used(mode):
     _, results = trained_with_rates()
     outputs, _ = results[mode]

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import warnings
 from collections import UserDict
 
 import mindspore as ms
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from linear_toy import X, batches, descend, line, toy, weight_of
+from linear_toy import Recorder, X, batches, descend, line, toy, weight_of
 from loop_toy import toy_loop
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.train import Callback
 from refusal import new_step, refuses, warns
 from step_probe import KeepGradients, changed, keeping_step, values_of
 from strategies import ODD, batch_of, endless, examples, loss_cell, refusal
@@ -475,3 +477,36 @@ def test_a_dataset_with_other_columns_than_the_network(columns):
     x = np.ones((4, 1), np.float32)
     assert refusal(model.train, 1, NumpySlicesDataset((x,) * columns).batch(2)) is not None
     assert (weight_of(network), model.train_network.open_batches()) == (0, 0)
+
+
+class Stumbling(Callback):
+    """Raises at one of the events of a training, the second time that it comes."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.left = 2
+        setattr(self, event, self.stumble)
+
+    def stumble(self, _):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("no more storage")
+
+
+EVENTS = ["on_train_step_begin", "on_train_step_end", "on_micro_batch_begin", "on_micro_batch_end"]
+EVENTS += ["on_update_begin", "on_update_end"]
+
+
+@examples(20)
+@given(event=st.sampled_from(EVENTS), accumulation_steps=st.integers(1, 3), micro_size=st.integers(1, 2))
+def test_a_training_after_one_that_a_callback_has_ended(event, accumulation_steps, micro_size):
+    network, model = new_model(micro_size, accumulation_steps)
+    with pytest.raises(OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of a window that is dropped with its last batch.
+        model.train(2, batches(1), callbacks=Stumbling(event))
+    weight, recorder = weight_of(network), Recorder()
+    assert model.train_network.open_batches() == 0
+    model.train(1, batches(2), callbacks=recorder)
+    windows = windows_of(8, 2, accumulation_steps, "apply", 1)
+    assert weight_of(network) == pytest.approx(descend(*windows, weight=weight, learning_rate=RATE), rel=1e-4)
+    assert not np.isnan(weight)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from linear_toy import X, line, sgd
+from linear_toy import X, line, sgd, weight_of
 from loop_toy import FOUR, toy_loop, updates_of
 from mindspore import Tensor, nn, ops
 from modelled_window import ROWS, ROWS_OF_TWO, Modelled
@@ -19,6 +19,20 @@ from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_l
 from strategies import batch_of, examples, refusal
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+
+GRAD = Tensor([[1.0]])
+
+
+def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
+    network, accumulator = toy_loop(4)
+    for each in FOUR:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            for second in (lambda each=each: accumulator.backward(*each), lambda: accumulator((GRAD,))):
+                with refuses(RuntimeError, "sum of both"):
+                    second()
+            accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
 def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():

@@ -1,6 +1,7 @@
 """StepOutput: three items as of MindSpore's steps, eight fields, and its loss where a number is wanted."""
 
 import copy
+import math
 import pickle
 
 import mindspore as ms
@@ -37,6 +38,19 @@ def test_a_step_unpacks_as_mindspores_step_with_a_loss_scale(mode):
     assert (number(loss), number(overflow), number(scale)) == (pytest.approx(102), False, 4.0)
     assert len(output) == 3 and output[-1] is scale and output.loss is loss and output.overflow is overflow
     assert number(output.weight) == 8 and number(output.updated)
+
+
+def test_the_numbers_of_several_outputs_are_those_of_their_losses():
+    """A tuple of eight would have a mean of all that it holds."""
+    outputs = [output_of(2.5), output_of(0.5)]
+    assert np.mean(outputs) == 1.5 and np.array(outputs).shape == (2,)
+    assert sum(outputs) == 3.0 and max(outputs) is outputs[0] and min(outputs) is outputs[1]
+    assert sorted(outputs)[0] is outputs[1]
+    total = 0.0
+    for output in outputs:
+        total += output
+    assert total / len(outputs) == 1.5
+    assert np.isfinite(output_of()) and not np.isfinite(output_of(math.nan)) and math.isnan(output_of(math.nan))
 
 
 @pytest.mark.parametrize(
