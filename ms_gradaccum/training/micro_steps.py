@@ -290,7 +290,6 @@ class MicroSteps:
                     events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
                 outputs.append(step(*tensors, record=progress))
-                progress.has_run = True  # Op by op, too.
                 is_running = False
                 progress.rounds_left -= 1
                 if events.heard:

@@ -370,13 +370,13 @@ class WindowEnds:
 
 def _nothing() -> dict[str, Tensor]:
     """Return the fields of a report on a window without a batch."""
-    unknown = Tensor(math.nan, ms.float32)
+    zero = Tensor(0.0, ms.float32)
     return {
         "overflow": Tensor(False),
-        "weight": Tensor(0.0, ms.float32),
-        "loss": unknown,
-        "grad_norm": unknown,
-        "clipped_grad_norm": unknown,
+        "weight": zero,
+        "loss": Tensor(math.nan, ms.float32),
+        "grad_norm": zero,
+        "clipped_grad_norm": zero,
     }
 
 
