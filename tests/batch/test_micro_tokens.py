@@ -347,13 +347,6 @@ def test_batches_that_do_not_fit_are_refused(settings, sentence):
         by_tokens(TokenMeanLoss(Causal()), **settings).split(Tensor(X), Tensor(LABELS))
 
 
-def test_it_cannot_be_changed_afterwards():
-    accumulation = by_tokens(TokenMeanLoss(Causal()))
-    for name in ("micro_size", "micro_tokens", "lengths"):
-        with refuses(ValueError, f"'{name}'", "cannot be changed"):
-            setattr(accumulation, name, 3)
-
-
 def test_inside_a_larger_graph_it_is_refused():
     network = Causal()
     step = step_of(by_tokens(TokenMeanLoss(network)), network)

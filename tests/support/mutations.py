@@ -334,7 +334,7 @@ return METHOD(**SETTINGS)
         "_write",
         "COUNT.is_stale = True",
         "",
-        ("gradients/test_batch_count.py", "loops/test_accumulator.py"),
+        ("training/test_device_reads.py", "loops/test_accumulator.py"),
     ),
     Mutation(
         "a gradient is divided by the rows of an earlier batch",
