@@ -11,6 +11,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
+    argument_error,
     check_cell,
     check_choice,
     check_construct,
@@ -18,7 +19,6 @@ from ms_gradaccum._checks import (
     check_type,
     refuse_nameless,
     refuse_unknown,
-    require,
 )
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -420,7 +420,8 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     """Return ``weighted`` if it is a bool or ``"mean"``."""
     if not isinstance(weighted, bool):
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
-        require(weighted == "mean", owner, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+        if weighted != "mean":
+            raise ValueError(argument_error(owner, "weighted", "a bool or 'mean'", repr(weighted), remedy))
     return weighted
 
 

@@ -1,18 +1,12 @@
 """Ranks that were told different things, read the same rows, or fail alone: an error or a warning, and no hang."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from quick_mindspore import eagerly
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scenarios import batch, build_network, share, weights_of, whole_batches  # noqa: E402
+from scenarios import KINDS, batch, build_network, share, weights_of, whole_batches
 
 PART, SIZES = "unlike_worker", (2,)
-KINDS = ["data parallel", "each batch", "level1", "level2"]
 DISAGREEMENTS = {
     "decay": ("optimizer.weight_decay", "0.0", "0.1"),
     "epsilon": ("optimizer.eps", "1e-08", "2e-08"),
