@@ -33,6 +33,7 @@ from ms_gradaccum.training.step_output import StepOutput, items_of
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, unraised
 
 _NO_NORM = Tensor(0.0, ms.float32)
+_gradient = ops.GradOperation(get_by_list=True, sens_param=True)
 
 
 class PartitionedStep(Step):
@@ -55,7 +56,6 @@ class PartitionedStep(Step):
         self.kind = kind
         self.optimizer = optimizer
         self.sums = BatchSums(network)
-        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in optimizer.parameters)
         self.clip: Clip = settings.clip
         self.learning_rate = LearningRate(optimizer)
@@ -87,12 +87,15 @@ class PartitionedStep(Step):
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
         if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
             output = output._replace(updated=Tensor(False))
-        if self.events.heard:  # Otherwise do not wait for the device.
+        if self.events.heard:
             self.events.update_end(output)
+        else:  # Do not wait for the device.
+            self.events.uncounted.append(output)
         self.last_flags.append((output.overflow, output.updated))
         if len(self.last_flags) == MAX_OVERFLOWS:
             broken = all(overflow.asnumpy() and not updated.asnumpy() for overflow, updated in self.last_flags)
             self.last_flags.clear()
+            self.events.count()
             if broken:
                 raise RuntimeError(broken_gradient(self.events.owner))
         return output
@@ -109,9 +112,7 @@ class PartitionedStep(Step):
         sums = self.sums(*inputs)
         # Differentiate only the loss sum, not the weight beside it.
         loss_scale = self.loss_scale.value()
-        grads = self.gradient(self.sums, self.optimizer.parameters)(
-            *inputs, loss_scale * Tensor([1.0, 0.0], ms.float32)
-        )
+        grads = _gradient(self.sums, self.optimizer.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
         # Each device has its part of the mean gradient, in the dtype of the parameter.

@@ -160,6 +160,11 @@ def an_argument_for_boost(*_):
     Model(cell, optimizer=sgd(cell), boost_config_dict={"boost": {"mode": "manual"}})
 
 
+@says("need a name")
+def a_setting_without_its_name(*_):
+    GradAccumulation(loss_cell(), 2, True)
+
+
 @says("bfloat16 on CPU")
 def bfloat16_on_cpu(*_):
     step_of(loss_cell(), mixed_precision="bf16")

@@ -86,9 +86,13 @@ def test_a_training_step_is_no_loss_cell():
 
 
 def test_settings_are_given_by_name():
-    for positional in (lambda: GradAccumulation(loss_cell(), 2, True), lambda: new_step(None, None, 2)):
-        with pytest.raises(TypeError, match="positional arguments? but"):
-            positional()
+    cell = loss_cell()
+    with refuses(TypeError, "For 'GradAccumulation'", "after 'micro_size' need a name", "but got True"):
+        GradAccumulation(cell, 2, True)
+    with refuses(TypeError, "For 'Accumulator'", "after 'accumulation_steps' need a name", "but got 'fp16'"):
+        Accumulator(cell, sgd(cell), 2, "fp16")
+    with refuses(TypeError, "For 'TrainOneStepCell'", "after 'return_grad' need a name", "but got 2"):
+        TrainOneStepCell(cell, sgd(cell), None, False, 2)
 
 
 # batch_axis, and what is wrong with it.
