@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from mindspore import Tensor
 
 from ms_gradaccum.advice.loss_of_rows import LossOfRows, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
+from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.snapshot import Array, as_array
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
@@ -40,7 +42,8 @@ def gradient_error(losses: LossOfRows, program: Program, a: Rows, b: Rows) -> fl
         return 0.0
     finally:
         for buffer in program.buffers:
-            buffer.clear()
+            for total in buffer.all_totals():
+                assign_in_place(total, Tensor(np.zeros(total.shape), total.dtype))
 
 
 def _error(losses: LossOfRows, program: Program, first: Rows, second: Rows) -> float:
