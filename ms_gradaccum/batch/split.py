@@ -172,7 +172,9 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
     if len(bounds) == 1:
         return SplitBatch(batch.structure, [MicroBatch(rows, batch.tensors)])
     refuse_mappings(batch.others)
-    columns = [cut(leaf.value, leaf.axis, bounds) for leaf in batch.leaves]
+    columns = []
+    for leaf in batch.leaves:
+        columns.append(cut(leaf.value, leaf.axis, bounds))
     micro_batches = []
     for (begin, end), tensors in zip(bounds, zip(*columns)):
         micro_batches.append(MicroBatch(end - begin, tensors))

@@ -191,8 +191,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
         other = self.around(nn.WithLossCell(self.network, loss_fn), _with_label(self.batch_axis, 0))
         if self.token_limit is not None:
+            lengths = self.token_limit.lengths
+            if isinstance(lengths, int) and lengths < 0:
+                lengths -= 1  # The label comes after all other inputs.
             length_axis = _with_label(self.token_limit.length_axis, 1)
-            other.token_limit = self.token_limit._replace(length_axis=length_axis)
+            other.token_limit = self.token_limit._replace(lengths=lengths, length_axis=length_axis)
         return other
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
