@@ -384,6 +384,10 @@ def is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
+def is_positive(value: object) -> bool:
+    return isinstance(value, float) and 0 < value <= _LARGEST_FLOAT32
+
+
 def is_flag(value: object) -> bool:
     return isinstance(value, bool)
 

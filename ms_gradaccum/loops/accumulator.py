@@ -427,7 +427,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.reduce().grad_norm for trained in full]
+        norms = [trained.reduce().report.grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

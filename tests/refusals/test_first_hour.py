@@ -191,6 +191,16 @@ def test_a_dataset_without_batch_is_told(train):
         assert told_of_rows(train, fine) == []
 
 
+def test_a_generator_of_single_rows_is_told_where_their_values_are_split():
+    """Nothing but the failure shows that a generator hands out rows."""
+    network = nn.Dense(4, 3)
+    rows = GeneratorDataset(lambda: iter([(np.ones(4, np.float32), np.int32(1))]), ["x", "y"])
+    model = Model(GradAccumulation(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2), optimizer=sgd(network))
+    with warnings.catch_warnings(), refuses(ValueError, "takes only the 4 rows", "call dataset.batch(32)"):
+        warnings.simplefilter("error", GradAccumulationWarning)
+        model.train(1, rows)
+
+
 def test_a_loop_that_collates_rows_itself_is_not_told():
     assert told_of_rows(by_loop, NumpySlicesDataset((X, X[:, 0]), shuffle=False), 4) == []
 
