@@ -4,11 +4,14 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
+from ms_gradaccum.backend.arithmetic import Tensors, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
-_LEAST_TOKENS = 256
+_LEAST_TOKENS = 64
+# Several blocks add up the gradient of the weight in so many parts of its width: a sum needs three tensors at a time.
+_PARTS_OF_WIDTH = 4
 Block = tuple[int, int | None]
 _softmax = ops.Softmax(-1)
 _argmax = ops.ArgMaxWithValue(1)
@@ -54,16 +57,16 @@ class BlockwiseCrossEntropy(nn.Cell):
         Without a head, ``hidden`` are the logits, and nothing reads ``weight``. The products have the dtype of
         ``hidden``. The labels are valid classes.
         """
-        head = ops.cast(weight, hidden.dtype)
+        head = as_dtype(weight, hidden.dtype)
         total = Tensor(0.0, ms.float32)
-        log_sum_exps: tuple[Tensor, ...] = ()
+        log_sum_exps: Tensors = ()
         for begin, end in self.blocks(hidden, weight):
             # The blocks run one after the other, so that their logits do not exist at the same time.
             part = ops.depend(rows(hidden, begin, end), total)
             losses, log_sum_exp = self.losses(self.logits(part, head, bias), column(labels, begin, end))
             total = total + (losses * rows(token_weights, begin, end)).sum()
             log_sum_exps += (log_sum_exp,)
-        return total, joined(log_sum_exps)
+        return total, joined(log_sum_exps, 0)
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the log-sum-exp of each token of a block."""
@@ -91,33 +94,67 @@ class BlockwiseCrossEntropy(nn.Cell):
         dout: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """Return the gradients. The logits are computed again."""
-        head = ops.cast(weight, hidden.dtype)
+        head = as_dtype(weight, hidden.dtype)
         rates = token_weights * dout[0]
         factors = rates
         if self.z_loss > 0:
             factors = rates + rates * out[1] * (2 * self.z_loss)
-        hidden_grads: tuple[Tensor, ...] = ()
-        weight_grad = ops.zeros(weight.shape, ms.float32)
-        bias_grad = ops.zeros(bias.shape, ms.float32)
-        for begin, end in self.blocks(hidden, weight):
-            part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
-            logits = self.logits(part, head, bias)
-            rate = column(rates, begin, end)
-            grad = self.grad_of_logits(logits, column(labels, begin, end), rate, column(factors, begin, end))
-            if self.has_bias:
-                bias_grad = bias_grad + _product_of_transposed(ops.ones_like(rate), grad).reshape(-1)
-            grad = ops.cast(grad, hidden.dtype)
-            if self.has_head:
-                weight_grad = weight_grad + ops.cast(_product_of_transposed(grad, part), ms.float32)
-                grad = _product(grad, head)
-            hidden_grads += (grad,)
-        return (
-            joined(hidden_grads),
-            ops.cast(weight_grad, weight.dtype),
-            ops.cast(bias_grad, bias.dtype),
-            ops.zeros_like(labels),
-            ops.zeros_like(token_weights),
-        )
+        blocks = self.blocks(hidden, weight)
+        hidden_grads: Tensors = ()
+        head_grads: Tensors = ()
+        for begin, end in blocks:
+            part = ops.depend(rows(hidden, begin, end), (hidden_grads, head_grads))
+            hidden_grad, head_grads = self.grads_of_block(
+                part,
+                head,
+                bias,
+                column(labels, begin, end),
+                column(rates, begin, end),
+                column(factors, begin, end),
+                head_grads,
+                len(blocks),
+            )
+            hidden_grads += (hidden_grad,)
+        nothing = ops.zeros_like(token_weights)
+        # Those of the stand-ins for a weight and a bias.
+        weight_grad = nothing
+        bias_grad = nothing
+        if self.has_bias:
+            bias_grad = as_dtype(head_grads[0].reshape(-1), bias.dtype)
+            head_grads = head_grads[1:]
+        if self.has_head:
+            weight_grad = as_dtype(joined(head_grads, 1), weight.dtype)
+        return joined(hidden_grads, 0), weight_grad, bias_grad, ops.zeros_like(labels), nothing
+
+    def grads_of_block(
+        self,
+        part: Tensor,
+        head: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        rates: Tensor,
+        factors: Tensor,
+        sums: Tensors,
+        blocks: int,
+    ) -> tuple[Tensor, Tensors]:
+        """Return the gradient of a block's hidden states, and ``sums`` with those of bias and parts of the weight.
+
+        This is a method so that PYNATIVE mode frees the tables of a block before the next one.
+        """
+        grad = self.grad_of_logits(self.logits(part, head, bias), labels, rates, factors)
+        added: Tensors = ()
+        if self.has_bias:
+            added += (plus(sums, 0, _product_of_transposed(ops.ones_like(rates), grad)),)
+        grad = as_dtype(grad, part.dtype)
+        if self.has_head:
+            columns = (part,)
+            if blocks > 1:
+                columns = ops.split(part, -(-part.shape[1] // _PARTS_OF_WIDTH), 1)
+            for each in columns:
+                product = as_dtype(_product_of_transposed(grad, each), ms.float32)
+                added += (plus(sums, len(added), product),)
+            grad = _product(grad, head)
+        return grad, added
 
     def grad_of_logits(self, logits: Tensor, labels: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
@@ -133,9 +170,9 @@ class BlockwiseCrossEntropy(nn.Cell):
     def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         if self.has_head:
             part = _product_with_transposed(part, head)
-        logits = ops.cast(part, ms.float32)
+        logits = as_dtype(part, ms.float32)
         if self.has_bias:
-            logits = _add_bias(logits, ops.cast(bias, ms.float32))
+            logits = _add_bias(logits, as_dtype(bias, ms.float32))
         if self.logit_softcap is not None:
             logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
         return logits
@@ -158,8 +195,13 @@ def column(values: Tensor, begin: int, end: int | None) -> Tensor:
     return rows(values, begin, end).reshape(-1, 1)
 
 
-def joined(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else ops.concat(parts)
+def joined(parts: Tensors, axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else ops.concat(parts, axis)
+
+
+def plus(sums: Tensors, index: int, value: Tensor) -> Tensor:
+    """Return ``value`` with one of the sums, of which there are none yet at the first block."""
+    return value if len(sums) == 0 else sums[index] + value
 
 
 @primexpr

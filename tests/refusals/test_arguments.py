@@ -138,6 +138,7 @@ WRONG = {
     "a bool as a milestone": (TypeError, lambda: AccumulationConfig(schedule={True: 1}), "schedule", typed(True)),
     "a negative milestone": (ValueError, lambda: AccumulationConfig(schedule={-1: 1}), "schedule", "-1"),
     "no batches": (ValueError, lambda: AccumulationConfig(schedule={0: 0}), "schedule[0]", "0"),
+    "no milestones of a loop": (ValueError, lambda: merge_config("x", {}, None), "accumulation_steps", "an empty dict"),
     "config": (TypeError, lambda: merge_config("Accumulator", 1, 4), "config", typed(4)),
     "accumulation_steps of a loop": (
         ValueError,
