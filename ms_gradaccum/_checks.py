@@ -44,7 +44,9 @@ _OTHER_NAMES = {
     "batch_axis": "batch_dim axis dim",
     "compile": "jit use_jit jit_level",
 }
-_RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
+_RIGHT_NAMES: dict[str, str] = {}
+for _name, _others in _OTHER_NAMES.items():
+    _RIGHT_NAMES |= dict.fromkeys((_name, *_others.split()), _name)
 # The error of a collective operator, op by op or in a graph.
 _LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
@@ -56,14 +58,6 @@ LOSS_INSIDE = "A loss function goes into the network: nn.WithLossCell(network, l
 def argument_error(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
     """Return the message of an argument error: the rule, the value given, the remedy."""
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
-
-
-def require(
-    holds: object, owner: str, name: str, rule: str, value: object, remedy: str, kind: type[Exception] = ValueError
-) -> None:
-    """Raise an error of this kind unless an argument follows the rule."""
-    if not holds:
-        raise kind(argument_error(owner, name, rule, value, remedy))
 
 
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
@@ -169,8 +163,10 @@ def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: st
 def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most``."""
     number = check_type(owner, name, value, int, "a positive int", remedy)
-    require(number >= 1, owner, name, "a positive int", number, remedy)
-    require(number <= most, owner, name, f"a positive int of at most {most}", number, remedy)
+    if number < 1:
+        raise ValueError(argument_error(owner, name, "a positive int", number, remedy))
+    if number > most:
+        raise ValueError(argument_error(owner, name, f"a positive int of at most {most}", number, remedy))
     return number
 
 
@@ -178,14 +174,16 @@ def check_int(owner: str, name: str, value: object, remedy: str) -> int:
     """Return ``value`` if it is an int in the range of int32."""
     number = check_type(owner, name, value, int, "an int", remedy)
     rule = f"an int from {-MAX_INT - 1} to {MAX_INT}"
-    require(-MAX_INT - 1 <= number <= MAX_INT, owner, name, rule, number, remedy)
+    if not -MAX_INT - 1 <= number <= MAX_INT:
+        raise ValueError(argument_error(owner, name, rule, number, remedy))
     return number
 
 
 def check_positive_float(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
     number = check_type(owner, name, value, (int, float), "a positive number", remedy)
-    require(0 < number <= sys.float_info.max, owner, name, "a positive number", number, remedy)
+    if not 0 < number <= sys.float_info.max:
+        raise ValueError(argument_error(owner, name, "a positive number", number, remedy))
     return float(number)
 
 
@@ -193,7 +191,8 @@ def check_positive_float32(owner: str, name: str, value: object, remedy: str) ->
     """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
     number = check_positive_float(owner, name, value, remedy)
     rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
-    require(_LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32, owner, name, rule, value, remedy)
+    if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
+        raise ValueError(argument_error(owner, name, rule, value, remedy))
     return number
 
 
@@ -203,7 +202,8 @@ def check_number(owner: str, name: str, value: object, remedy: str) -> float:
     if isinstance(array, (np.ndarray, np.generic)) and array.size == 1:
         value = array.item()
     number = check_type(owner, name, value, (int, float), "a number", remedy)
-    require(0 <= number <= sys.float_info.max, owner, name, "a number of at least 0", number, remedy)
+    if not 0 <= number <= sys.float_info.max:
+        raise ValueError(argument_error(owner, name, "a number of at least 0", number, remedy))
     return float(number)
 
 
@@ -237,7 +237,8 @@ def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
     rule = "one of " + ", ".join(map(repr, choices))
     choice = check_type(owner, name, value, str, rule, remedy)
-    require(choice in choices, owner, name, rule, repr(choice), remedy)
+    if choice not in choices:
+        raise ValueError(argument_error(owner, name, rule, repr(choice), remedy))
     return str(choice)
 
 
@@ -248,7 +249,8 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
         path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
         path = ""
-    require(path and "\0" not in path, owner, name, "a valid path", repr(value), remedy)
+    if not path or "\0" in path:
+        raise ValueError(argument_error(owner, name, "a valid path", repr(value), remedy))
     return path
 
 

@@ -20,7 +20,7 @@ from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
 from ms_gradaccum.batch.split import SplitBatch
 from ms_gradaccum.gradients.buffer import BatchCount
-from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
 from ms_gradaccum.parallel.world import FirstInput
 
 _MANY_STRUCTURES = 8
@@ -145,7 +145,7 @@ class Advisor(SilentAdvisor):
         super().__init__(owner, network)
         self.is_on = True
         self.count = count
-        parameters = [parameter for reducer in reducers for parameter in reducer.replicas()]
+        parameters = replicas_of(reducers)
         self.adds_batches = training.accumulation_steps > 1
         self.first_batches = FirstBatches(owner, network, parameters, reducers[0], self.adds_batches)
         # The forward pass makes shards whole, which are no changes of the program.

@@ -67,7 +67,9 @@ class FirstBatches:
         """Warn of code in the backward pass at the first batch, and where hooks have come later."""
         if self.reducer.grads_are_reduced:  # Hooks of the network do so.
             return
-        hooks = [hook for parameter in self.parameters for hook in parameter.hooks()]
+        hooks = []
+        for parameter in self.parameters:
+            hooks += parameter.hooks()
         found = len(hooks) + sum(map(has_backward_hook, self.cells))
         if found > self.num_hooks:
             self.num_hooks = found

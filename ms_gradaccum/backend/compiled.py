@@ -43,6 +43,12 @@ _shape_of = operator.attrgetter("shape")
 _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
 
+class RunRecord:
+    """A caller's record of a call, which tells after an error how far the call has come."""
+
+    has_run = False  # True once a graph runs. It may have changed parameters even if it failed.
+
+
 class Compiled:
     """Call a cell as a compiled graph, in PYNATIVE mode too.
 
@@ -67,8 +73,6 @@ class Compiled:
         self.most_fixed = most_fixed
         # True for an operator that takes only fixed shapes. Set when the first graph for dynamic shapes has failed.
         self.needs_fixed = needs_fixed
-        # True if the last call has started to run a graph. It may have changed parameters even if it failed.
-        self.has_run = False
         self.cell = make_cell()
         self.fixed: set[Shapes] = set()  # The shapes with a graph of their own.
         # The shapes of all calls so far, with -1 for an axis whose length changes. None before the first call.
@@ -89,13 +93,12 @@ class Compiled:
     def _cells(self) -> list[nn.Cell]:
         return [self.cell] if self.general_cell is None else [self.cell, self.general_cell]
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Run with tensors whose dtypes and numbers of axes are always the same."""
+    def __call__(self, *tensors: Tensor, record: RunRecord | None = None) -> Any:
+        """Run with tensors whose dtypes and numbers of axes are always the same. ``record`` is written, not read."""
         if os.getenv("MS_JIT") == "0":
             with op_by_op():
                 return self.cell(*tensors)
         shapes = tuple(map(tuple, map(_shape_of, tensors)))
-        self.has_run = False
         if get_mode() == ms.PYNATIVE_MODE:
             self.code.refuse_hooks()
         cell = self.cell
@@ -105,7 +108,8 @@ class Compiled:
                 cell, name = self._compiled_for(tensors, shapes)
             except Exception as error:
                 self.code.raise_compile_error(error)
-        self.has_run = True
+        if record is not None:
+            record.has_run = True
         try:
             with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():
                 for tensor in tensors:

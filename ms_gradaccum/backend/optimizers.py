@@ -77,9 +77,11 @@ def _name_apart(optimizer: nn.Cell, network: nn.Cell) -> None:
 class OptimizerOwner(Protocol):
     """The window of a training step. It owns its optimizers until another step is built with one of them."""
 
-    owner: str
     watches_calls: bool
     has_claims: bool
+
+    @property
+    def owner(self) -> str: ...
 
     @property
     def optimizers(self) -> list[nn.Cell]: ...
@@ -191,7 +193,10 @@ def _held(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Param
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
     """Return the parts that MindSpore compiles, of the optimizer and of those inside it."""
     optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, OPTIMIZERS)]
-    return JitParts(optimizers, [parameter for each in optimizers for parameter in all_parameters(each)])
+    parameters = []
+    for each in optimizers:
+        parameters += all_parameters(each)
+    return JitParts(optimizers, parameters)
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:
@@ -276,9 +281,12 @@ class LearningRate(nn.Cell):
         self.groups = tuple(range(len(self.optimizer.lrs))) if is_experimental else None
         rates = getattr(self.optimizer, "learning_rate", None)
         held = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
-        cells = [cell for rate in held if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]
+        cells: list[nn.Cell] = []
+        for rate in held:
+            if isinstance(rate, nn.Cell):
+                cells += [cell for _, cell in rate.cells_and_names()]
         schedules = [cell for cell in cells if not type(cell).__module__.startswith("mindspore.")]
-        self.has_state = any(True for cell in schedules for _ in cell.get_parameters())
+        self.has_state = any(cell.parameters_dict() for cell in schedules)
         overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
         self.is_recorded = self.groups is None and bool(schedules or overrides)
 

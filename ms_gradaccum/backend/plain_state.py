@@ -64,8 +64,10 @@ def _plan(item: object, saved: object, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} does not have the attributes {', '.join(own)} of a {type(item).__name__}")
-    plans = (_plan_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name)) for name in own)
-    return [step for plan in plans for step in plan]
+    steps: _Steps = []
+    for name in own:
+        steps += _plan_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name))
+    return steps
 
 
 def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], None]) -> _Steps:

@@ -1,5 +1,6 @@
 """Split a batch of inputs into micro batches."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ Bounds = tuple[tuple[int, int], ...]
 _OWNER = "GradAccumulation"
 _PAD = "Pad a list that has an item for each row to one tensor. "
 TENSORS = (Tensor, np.ndarray)
+_is_host = functools.cache(is_host)  # It is asked for each tensor of each batch.
 _AXIS_RULE = "an int, None or one of these per input"
 _AXIS_REMEDY = "Give {} one axis for all inputs, or one entry per input, None for one that is not split."
 
@@ -181,8 +183,13 @@ def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
     """Return the begin and end row of each micro batch; larger micro batches come first."""
     count = min(micro_size, rows)
     size, larger = divmod(rows, count)
-    ends = [i * size + min(i, larger) for i in range(1, count + 1)]
-    return list(zip([0, *ends[:-1]], ends))
+    bounds = []
+    begin = 0
+    for i in range(count):
+        end = begin + size + (i < larger)
+        bounds.append((begin, end))
+        begin = end
+    return bounds
 
 
 def split_shapes(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[tuple[Any, ...], Bounds]:
@@ -269,7 +276,7 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
         return [tensor] * len(bounds)
     before = (slice(None),) * (axis % tensor.ndim)
     # On CPU the data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
-    is_on_host = is_host()
+    is_on_host = _is_host()
     if is_on_host:
         tensor = tensor.asnumpy()
     parts = []

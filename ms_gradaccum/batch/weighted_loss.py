@@ -137,7 +137,7 @@ class WeightedLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.sums = losses == "sum"  # True if the sum of all losses is trained.
-        self.room = num_other_losses(losses)
+        self.room = num_other_losses(losses)  # The number of further losses in a report.
         self.names = losses if isinstance(losses, tuple) else ()
         self.unflatten: nn.Cell | None = None
         if structure is not None and not structure.is_flat:

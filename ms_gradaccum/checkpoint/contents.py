@@ -18,7 +18,7 @@ from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step import Step
-from ms_gradaccum.training.window import Window
+from ms_gradaccum.training.window import Window, reducers_of
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."
@@ -68,7 +68,7 @@ class Contents:
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
-        self.reducers = [reducer for window in self.windows for reducer in window.reducers]
+        self.reducers = reducers_of(self.windows)
         self.has_shards = any(reducer.has_shards for reducer in self.reducers)
         # The keys are names as in MindSpore's checkpoints, with a prefix from the second network or optimizer on.
         self.held: dict[str, Held] = {}

@@ -228,8 +228,11 @@ def read_manifest(state: Path) -> State:
 
 def read_tensors(state: Path, files: Files, prefix: str) -> Arrays:
     """Return the arrays, by name, in the files of a state that begin with ``prefix``."""
-    names = [name for name in sorted(files) if name.startswith(prefix) and name.count("/") == prefix.count("/")]
-    return {key: value for name in names for key, value in _read_file(state / name, files[name]).items()}
+    arrays: Arrays = {}
+    for name in sorted(files):
+        if name.startswith(prefix) and name.count("/") == prefix.count("/"):
+            arrays |= _read_file(state / name, files[name])
+    return arrays
 
 
 def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:

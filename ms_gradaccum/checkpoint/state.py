@@ -33,6 +33,7 @@ from ms_gradaccum.gradients.norm_limit import NORMS
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
+from ms_gradaccum.parallel.reducer import shared_by
 from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 
 _SAVE = "save_state"
@@ -201,7 +202,7 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
     differing: set[str] = set()
     for _, others in words:
         differing |= {name for name, own, other in zip(compared, digests, others) if own != other}
-    shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
+    shared = set(map(id, shared_by(contents.reducers)))
     for name in sorted(differing):
         if id(held[name].source) in shared:
             raise RuntimeError(

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, check_positive_float32, require
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_positive_float32
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
@@ -236,8 +236,10 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         super().__init__()
         rule = "a dict of a norm per pattern"
         remedy = "For example {'*embedding*': 0.1, '*': 1.0}."
-        require(isinstance(limits, Mapping), "ClipByGroupNorm", "limits", rule, repr(limits), remedy, TypeError)
-        require(limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
+        if not isinstance(limits, Mapping):
+            raise TypeError(argument_error("ClipByGroupNorm", "limits", rule, repr(limits), remedy))
+        if not limits:
+            raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
         self.limits: dict[str, float] = {}
         for pattern, limit in limits.items():
             name = f"limits[{pattern!r}]"

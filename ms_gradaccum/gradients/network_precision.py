@@ -26,10 +26,13 @@ def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
 
 def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
     """Return whether there are 16-bit parameters, or cells that are set to compute in 16 bits."""
-    flags = ("fp16", "bf16")
-    return any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters) or any(
-        levels_of([cell]) or any(map(cell.get_flags().get, flags)) for cell in cells
-    )
+    if any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters):
+        return True
+    for cell in cells:
+        flags = cell.get_flags()
+        if levels_of([cell]) or flags.get("fp16") or flags.get("bf16"):
+            return True
+    return False
 
 
 @functools.cache

@@ -179,7 +179,7 @@ def prepare(item: object, driver: LoopDriver) -> object:
     """Return ``item`` prepared for a loop; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
         scheduler = PreparedScheduler(item, lambda: driver.in_batch, driver.why_not_due)
-        driver.schedulers.append(scheduler)
+        driver.add_scheduler(scheduler)
         return scheduler
     if isinstance(item, nn.Cell):
         return item

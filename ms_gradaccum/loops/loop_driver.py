@@ -238,29 +238,21 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         self.events.tell("on_update_begin")
         output = trained.close(trained.clip or clip)
         if output.is_updated:
-            self._note_update(trained)
+            if not self.updated:
+                self.updates += 1
+            self.updated = True
         self.events.update_end(output)
         return output
 
-    def _note_update(self, window: TrainedNetwork) -> None:
-        """Count an update, after which schedulers step."""
-        if not self.updated:
-            self.updates += 1
-        self.updated = True
-        for scheduler in self.schedulers:
-            if self._follows(scheduler, window):
-                scheduler.is_due = True
-
-    def _follows(self, scheduler: PreparedScheduler, trained: TrainedNetwork) -> bool:
-        """Return whether a scheduler steps after an update of ``trained``: not if its optimizer made none."""
-        is_known = False
-        for network in self.windows:
-            for end in network.ends.of_optimizers:
-                if end.runs(scheduler.optimizer):
-                    is_known = True
-                    if network is trained and end.has_updated:
-                        return True
-        return not is_known
+    def add_scheduler(self, scheduler: PreparedScheduler) -> None:
+        """Let a scheduler follow the updates of its optimizer, or all updates if no window has its optimizer."""
+        self.schedulers.append(scheduler)
+        ends = []
+        for trained in self.windows:
+            ends += trained.ends.of_optimizers
+        followed = [end for end in ends if end.runs(scheduler.optimizer)]
+        for end in followed or ends:
+            end.followers.append(scheduler.note_update)
 
     def flush(self) -> tuple[StepOutput, ...]:
         self.is_last_batch = True

@@ -6,9 +6,9 @@ from mindspore import Parameter, nn
 
 from ms_gradaccum.backend.optimizers import claim_optimizers
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
-from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 from ms_gradaccum.training.events import Observed
+from ms_gradaccum.training.window import reducers_of
 
 _OWNER = "Accumulator"
 
@@ -20,7 +20,7 @@ class SavedLoop(Observed, nn.Cell):
         """Set the windows of all networks, which own the optimizers from now on."""
         self.windows = windows
         claim_optimizers(windows)
-        gather_when_saved(self, self._reducers())
+        gather_when_saved(self, reducers_of(self.windows))
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
@@ -32,10 +32,7 @@ class SavedLoop(Observed, nn.Cell):
             cells += each.ends.of_optimizers
         cells.append(self.extras)
         found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
-        return whole_parameters(found, self._reducers())
-
-    def _reducers(self) -> list[GradientReducer]:
-        return [reducer for each in self.windows for reducer in each.reducers]
+        return whole_parameters(found, reducers_of(self.windows))
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Keep the names, which are those of the networks and optimizers, when another cell gets this one."""

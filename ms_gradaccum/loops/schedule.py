@@ -151,6 +151,10 @@ class PreparedScheduler:
         PlainState(self.scheduler).load_state_dict(saved.get("scheduler"))
         vars(self).update(flags)
 
+    def note_update(self) -> None:
+        """Let the next `step` call the scheduler."""
+        self.is_due = True
+
     def step(self, *args: object, **kwargs: object) -> None:
         """Call the scheduler's ``step`` if there was an update since the last time."""
         self.follows_updates = self.follows_updates or self.in_batch()

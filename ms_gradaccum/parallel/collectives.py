@@ -130,7 +130,10 @@ def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.
 
 def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:
     """Return the parameters of each message. A lookup one by one in a graph would cost compile time."""
-    return tuple(ParameterTuple(parameters[i] for i in bucket.indices) for bucket in buckets)
+    each: list[ParameterTuple] = []
+    for bucket in buckets:
+        each.append(ParameterTuple([parameters[i] for i in bucket.indices]))
+    return tuple(each)
 
 
 def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:

@@ -107,8 +107,10 @@ def build_reducers(
         _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})
     if drop_non_finite:
         _check_can_drop(owner, network)
-    totals = WindowTotals(drop_non_finite, network.other_losses)
-    names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
+    totals = WindowTotals(drop_non_finite, network.weighted_loss.room)
+    names: list[str] = []
+    for optimizer in optimizers:
+        names += [parameter.name for parameter in optimizer.parameters]
     each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
@@ -287,7 +289,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     """Give all ranks the parameters and buffers of rank 0. Warn if these or other tensors have differed."""
     for cell in (network, optimizer):
         cell.init_parameters_data()
-    parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
+    parameters = {item.name: item for item in (*network.get_parameters(), *optimizer.get_parameters())}
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}

@@ -1,6 +1,6 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
@@ -107,6 +107,22 @@ class GradientReducer(nn.Cell):
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
         return parameter
+
+
+def replicas_of(reducers: Iterable[GradientReducer]) -> list[Parameter]:
+    """Return the whole parameters of all reducers."""
+    parameters: list[Parameter] = []
+    for reducer in reducers:
+        parameters += reducer.replicas()
+    return parameters
+
+
+def shared_by(reducers: Iterable[GradientReducer]) -> list[Parameter]:
+    """Return the parameters of all reducers that are equal on all ranks."""
+    parameters: list[Parameter] = []
+    for reducer in reducers:
+        parameters += reducer.shared()
+    return parameters
 
 
 class DataParallelReducer(GradientReducer):

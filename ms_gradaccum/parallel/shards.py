@@ -3,13 +3,14 @@
 The optimizer is sharded, too, inside a group, and replicated over groups.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import require, warn
+from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import ONE, as_flat
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -126,7 +127,7 @@ class BatchShards(ShardedReducer):
     def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
-        order = [i for bucket in self.sharded for i in bucket]
+        order = [*itertools.chain(*self.sharded)]
         self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
         return [self.buffer.sums[i] for i in sharded]
 
@@ -168,9 +169,12 @@ def check_shardable(optimizer: nn.Cell) -> None:
     problem = f"has {type(last).__name__} inside" if outer else ""
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         problem = "looks at whole parameters"
-    rule = "an optimizer that works element by element"
-    require(not problem, _HSDP, "optimizer", rule, f"{name}, which {problem}", remedy)
-    known = {id(item) for value in _matching(optimizer) for item in value}
+    if problem:
+        raise ValueError(
+            f"For '{_HSDP}', the argument 'optimizer' must be an optimizer that works element by element, but got "
+            f"{name}, which {problem}. {remedy}"
+        )
+    known = set(map(id, itertools.chain(*_matching(optimizer))))
     for _, cell in optimizer.cells_and_names():
         if isinstance(cell, LearningRateSchedule):
             known |= {id(item) for item in cell.get_parameters()}
@@ -192,8 +196,11 @@ def check_shardable(optimizer: nn.Cell) -> None:
 def _matching(optimizer: nn.Cell) -> list[ParameterTuple]:
     """Return the tuples of an optimizer's parameters, and of its state that has their shapes."""
     shapes = [parameter.shape for parameter in optimizer.parameters]
-    tuples = [value for value in vars(optimizer).values() if isinstance(value, ParameterTuple)]
-    return [value for value in tuples if [item.shape for item in value] == shapes]
+    matching = []
+    for value in vars(optimizer).values():
+        if isinstance(value, ParameterTuple) and [item.shape for item in value] == shapes:
+            matching.append(value)
+    return matching
 
 
 def _shard_optimizer(

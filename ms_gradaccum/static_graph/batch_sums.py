@@ -60,9 +60,14 @@ def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: in
             f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
             f"devices in semi-auto-parallel, but got {micro_size}. Choose another micro_size, or drop the last rows."
         )
-    is_cut = [axis is not None and micro_size > 1 for axis in axes]
-    bounds = [[_bound(shape, *part) if each else None for each, shape in zip(is_cut, shapes)] for part in rows]
-    return count // micro_size, tuple(map(tuple, bounds))
+    bounds = []
+    for begin, end in rows:
+        part: list[object] = []
+        for axis, shape in zip(axes, shapes):
+            is_cut = axis is not None and micro_size > 1
+            part.append(_bound(shape, begin, end) if is_cut else None)
+        bounds.append(tuple(part))
+    return count // micro_size, tuple(bounds)
 
 
 def _bound(shape: Shape, begin: int, end: int) -> object:

@@ -33,6 +33,7 @@ from ms_gradaccum.training.step_output import StepOutput, items_of
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, unraised
 
 _NO_NORM = Tensor(0.0, ms.float32)
+_gradient = ops.GradOperation(get_by_list=True, sens_param=True)
 
 
 class PartitionedStep(Step):
@@ -55,7 +56,6 @@ class PartitionedStep(Step):
         self.kind = kind
         self.optimizer = optimizer
         self.sums = BatchSums(network)
-        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in optimizer.parameters)
         self.clip: Clip = settings.clip
         self.learning_rate = LearningRate(optimizer)
@@ -109,9 +109,7 @@ class PartitionedStep(Step):
         sums = self.sums(*inputs)
         # Differentiate only the loss sum, not the weight beside it.
         loss_scale = self.loss_scale.value()
-        grads = self.gradient(self.sums, self.optimizer.parameters)(
-            *inputs, loss_scale * Tensor([1.0, 0.0], ms.float32)
-        )
+        grads = _gradient(self.sums, self.optimizer.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
         # Each device has its part of the mean gradient, in the dtype of the parameter.

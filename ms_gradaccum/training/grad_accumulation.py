@@ -11,13 +11,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
+    argument_error,
     check_cell,
     check_choice,
     check_construct,
     check_micro_size,
     check_type,
     refuse_unknown,
-    require,
 )
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -26,7 +26,7 @@ from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.token_limit import Lengths, TokenLimit
-from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss, num_other_losses
+from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation, WholeBatchLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.mixed_precision import Precision
@@ -159,9 +159,6 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
-        # The names of the further losses in a report, and their number.
-        self.loss_names = losses if isinstance(losses, tuple) else ()
-        self.other_losses = num_other_losses(losses)
         # True if the loss is no sum over micro batches, so that each batch is prepared for them.
         self.needs_all_rows = isinstance(network, WholeBatchLoss)
         self.batch_axis = check_batch_axis(batch_axis)
@@ -421,7 +418,8 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     """Return ``weighted`` if it is a bool or ``"mean"``."""
     if not isinstance(weighted, bool):
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
-        require(weighted == "mean", owner, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+        if weighted != "mean":
+            raise ValueError(argument_error(owner, "weighted", "a bool or 'mean'", repr(weighted), remedy))
     return weighted
 
 

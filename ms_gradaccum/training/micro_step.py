@@ -12,7 +12,7 @@ from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.arithmetic import ONE, scale_wide
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, clear_autograd_records, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, RunRecord, clear_autograd_records, op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.backend.thread_pool import in_thread_pool
@@ -21,7 +21,7 @@ from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.network_precision import computes_in_16_bits
-from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
 from ms_gradaccum.training.settings import StepSettings
 
 # The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
@@ -218,7 +218,7 @@ class StepParts(NamedTuple):
         grads_are_reduced = reducers[0].grads_are_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
         micro_loss = MicroLoss(loss, settings.precision, divides=not grads_are_reduced)
-        parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
+        parameters = ParameterTuple(replicas_of(reducers))
         adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
         adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
@@ -261,7 +261,6 @@ class EagerMicroStep:
     structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
     gives_mean = False  # True if the step returns that mean loss.
-    has_run = False  # True if the last call has started to add gradients.
 
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
         self.micro_loss = parts.micro_loss
@@ -286,18 +285,16 @@ class EagerMicroStep:
         self.is_whole = is_mean and micro_batches == 1
         self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
 
-    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.has_run = self.adding.has_run = False
+    def __call__(
+        self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None
+    ) -> tuple[Tensor, ...]:
         if self.forgets_passes:
             clear_autograd_records()
         self.reducer.begin_micro_batch(self.is_last)
         values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
-        try:
-            inputs = (*values, *grads) if self.adds_grads else values
-            outputs: tuple[Tensor, ...] = self.adding(factor, *inputs)
-        finally:
-            self.has_run = self.adding.has_run
+        inputs = (*values, *grads) if self.adds_grads else values
+        outputs: tuple[Tensor, ...] = self.adding(factor, *inputs, record=record)
         if self.gives_mean:
             return (*values[:2], NOTHING)
         return outputs

@@ -11,7 +11,15 @@ from mindspore import ParameterTuple, nn
 from ms_gradaccum.advice.advisor import SeenBatch, SilentAdvisor
 from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.rows import Rows
-from ms_gradaccum.backend.compiled import MAX_FIXED_SHAPES, NOTHING, Compiled, Method, like_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import (
+    MAX_FIXED_SHAPES,
+    NOTHING,
+    Compiled,
+    Method,
+    RunRecord,
+    like_mode,
+    runs_eagerly,
+)
 from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.backend.network_code import JitParts
 from ms_gradaccum.backend.thread_pool import thread_pool_is_faster
@@ -41,11 +49,10 @@ class BatchResult(NamedTuple):
     gives_mean: bool  # True if its only micro batch has returned its mean loss.
 
 
-class BatchProgress:
-    """How far a batch has come, which decides what is left to do if it fails."""
+class BatchProgress(RunRecord):
+    """How far a batch has come, which decides what is left to do if it fails. After a run it may be in the sums."""
 
     rows = 0  # The rows of the batch, once it is split.
-    has_added = False  # True once the sums may contain a part of the batch.
     # The number of micro batches whose collectives other ranks may still wait in; -1 before the count.
     rounds_left = -1
 
@@ -276,15 +283,14 @@ class MicroSteps:
         outputs: list[Outputs] = []
         events = self.events
         done = events.micro_batches
-        # A callback may raise before the micro step has run once.
-        steps[0].has_run = False
         is_running = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if events.heard:
                     events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
-                outputs.append(step(*tensors))
+                outputs.append(step(*tensors, record=progress))
+                progress.has_run = True  # Op by op, too.
                 is_running = False
                 progress.rounds_left -= 1
                 if events.heard:
@@ -293,12 +299,11 @@ class MicroSteps:
             if self.network.needs_all_rows:
                 self.preparation.check(outputs)
         except BaseException as error:
-            progress.has_added = bool(outputs) or steps[0].has_run
             events.micro_batches = done
             if isinstance(error, Exception) and not is_out_of_memory(type(error).__name__, f"{error}"):
                 # The rows of a first micro batch that has failed alone.
                 rows_of_first = 0
-                if is_running and not progress.has_added and len(steps) > 1:
+                if is_running and not progress.has_run and len(steps) > 1:
                     rows_of_first = parts[0].rows
                 self.advisor.explain(error, inputs, rows_of_first)
             raise

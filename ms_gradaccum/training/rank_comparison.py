@@ -7,7 +7,7 @@ from mindspore import nn
 from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.split import Flattened
-from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.reducer import GradientReducer, shared_by
 from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, check_states, digest, gather_states
 from ms_gradaccum.training.events import Events
 
@@ -48,7 +48,7 @@ class RankComparison:
 
     def compare(self) -> None:
         """Raise if learning rates, parameters or averages differ. Collective."""
-        shared = [each for reducer in self.reducers for each in reducer.shared()]
+        shared = shared_by(self.reducers)
         averages = sorted(extra.agreed() for extra in self.events.extras)
         states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
         self.first = NO_INPUT

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mindspore import Tensor, nn
 
@@ -49,7 +49,6 @@ class Window:
         settings: StepSettings,
         events: Events,
     ) -> None:
-        self.owner = settings.owner
         self.network = network
         self.settings = settings
         self.optimizers = list(optimizers)
@@ -68,9 +67,16 @@ class Window:
         self.ranks: RankComparison | None = None
         if reducers[0].is_distributed:
             self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
+        # The report on the full window, from `reduce` until the window is reset.
+        self.report: StepOutput | None = None
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
         self._in_use = threading.Lock()
+
+    @property
+    def owner(self) -> str:
+        """The class that the user called."""
+        return self.settings.owner
 
     @property
     def is_distributed(self) -> bool:
@@ -95,7 +101,7 @@ class Window:
     @property
     def is_reduced(self) -> bool:
         """True between `reduce` and the end of the window."""
-        return len(self.ends.outputs) > 0
+        return self.report is not None
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
@@ -161,12 +167,12 @@ class Window:
         """
         if not is_out_of_memory(type(error).__name__, f"{error}"):
             return False
-        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_added and self.is_open):
+        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_run and self.is_open):
             return False
         before = self.network.micro_size
         if not self.network.split_more(progress.rows):
             return False
-        if progress.has_added:
+        if progress.has_run:
             for reducer in self.reducers:
                 reducer.buffer.clear()
         warn(
@@ -180,7 +186,7 @@ class Window:
     def _end_failed(self, error: BaseException, progress: BatchProgress) -> None:
         """Discard the window if a failed batch was added in part, and join the remaining collectives of that batch."""
         self.network.head(error)
-        if progress.has_added:
+        if progress.has_run:
             batches = self.count.read()
             self.discard(for_all=True)
             warn_of_dropped(self.owner, batches)
@@ -209,15 +215,15 @@ class Window:
 
     def reduce(self) -> StepOutput:
         """Reduce the sums over the ranks, and return the report on the full window before clipping and update."""
-        if not self.ends.outputs:
+        if self.report is None:
             try:
-                self.ends.reduce()
+                self.report = self.ends.reduce()
                 if self.ranks is not None:
                     self.ranks.end_window()
             except BaseException:
                 self.discard()
                 raise
-        return self.ends.outputs[0]
+        return self.report
 
     def close(self, clip: Clip | None = None) -> StepOutput:
         """Update, clear the buffers and return the report. A ``clip`` is for this window alone."""
@@ -249,7 +255,7 @@ class Window:
 
     def reset(self) -> None:
         """Forget the window that has ended."""
-        self.ends.outputs = []
+        self.report = None
         self.has_loss = True
         if self.reducers[0].grads_are_reduced:
             for reducer in self.reducers:
@@ -257,3 +263,11 @@ class Window:
         # Windows of one batch are not counted.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
+
+
+def reducers_of(windows: Iterable[Window]) -> list[GradientReducer]:
+    """Return the reducers of all optimizers of these windows."""
+    reducers: list[GradientReducer] = []
+    for window in windows:
+        reducers += window.reducers
+    return reducers

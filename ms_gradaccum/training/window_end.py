@@ -1,7 +1,7 @@
 """The order of an update from the host and in a larger graph. A partitioned step has its own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import mindspore as ms
@@ -159,7 +159,7 @@ class WindowEnd(nn.Cell):
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
-        self.has_updated = True  # False if the optimizer has left out its last update.
+        self.followers: list[Callable[[], None]] = []  # Called after each update that the optimizer has made.
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
@@ -247,8 +247,10 @@ class WindowEnd(nn.Cell):
             clipped_norm = run(*inputs)
         if self.reducer.is_distributed:
             self.reducer.check_replicas()
-        self.has_updated = before is None or self.progress.has_updated(before, output.grad_norm, rate)
-        if not self.has_updated:
+        if before is None or self.progress.has_updated(before, output.grad_norm, rate):
+            for follow in self.followers:
+                follow()
+        else:
             output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
@@ -268,7 +270,7 @@ class WindowEnds:
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The reports on the full window, from `reduce` until the window is reset. Otherwise empty.
+        # The reports on the last full window, one for each optimizer. Set by `reduce`.
         self.outputs: list[StepOutput] = []
         # True if the loss scale was too large for the window, or for a micro batch that was dropped. Set by `reduce`.
         self.is_bad = Tensor(False)
@@ -282,7 +284,7 @@ class WindowEnds:
     def partial_output(self) -> StepOutput:
         return self.of_optimizers[0].reduction.run_partial_report()
 
-    def reduce(self) -> None:
+    def reduce(self) -> StepOutput:
         """Reduce the sums of a full window, and report on it."""
         if self.reducers[0].grads_are_reduced:
             self.reducers[0].check_window(self.settings.owner)
@@ -299,6 +301,7 @@ class WindowEnds:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
         self.outputs = outputs
+        return outputs[0]
 
     def finish(self, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""

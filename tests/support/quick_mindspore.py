@@ -89,9 +89,9 @@ def compiling(*parts):
 
     call = Compiled.__call__
 
-    def call_or_run(compiled, *tensors):
+    def call_or_run(compiled, *tensors, **record):
         if compiled.code.what in parts:
-            return call(compiled, *tensors)
+            return call(compiled, *tensors, **record)
         # A gradient function that was built in GRAPH mode is compiled otherwise.
         jit = {"MS_JIT": "0"} if compiled.code.what == "the network" else {}
         with op_by_op(), mock.patch.dict(os.environ, jit):

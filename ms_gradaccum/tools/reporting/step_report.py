@@ -15,7 +15,7 @@ from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.network_trainer import only_of
 from ms_gradaccum.loops.train_step import TrainOneStepCell
-from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
 from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
@@ -175,7 +175,7 @@ class StepReporter(FrozenAfterInit):
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
         items["other_losses"] = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
         if self._window is not None:
-            items["loss_names"] = self._window.network.loss_names
+            items["loss_names"] = self._window.network.weighted_loss.names
         self._since = now
         self.restart()
         return StepReport(update=update, skipped_updates=self._skipped_updates, **items)
@@ -203,7 +203,7 @@ class _WeightNorm(nn.Cell):
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
+        self.parameters = ParameterTuple(replicas_of(reducers))
         self.chunks = chunks_of([parameter.size for parameter in self.parameters])
 
     def construct(self, nothing: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def self_test(
             results.append(result)
             show(f"{cell.title:72} {outcome.outcome:8}{result['seconds']:6.1f} s  {outcome.said}")
             begin = time.monotonic()
-    counts = {kind: sum(result["outcome"] == kind for result in results) for kind in _OUTCOMES}
+    outcomes = [result["outcome"] for result in results]
+    counts = {kind: outcomes.count(kind) for kind in _OUTCOMES}
     return {
         "format": _FORMAT,
         "device": device,

@@ -63,7 +63,9 @@ def _of_batch_norm(experiment: Experiment, norms: dict[str, nn.Cell]) -> str:
 
 
 def _of_state(experiment: Experiment, norms: dict[str, nn.Cell], moved: Sequence[str]) -> str:
-    owned = {parameter.name for norm in norms.values() for parameter in norm.get_parameters()}
+    owned: set[str] = set()
+    for norm in norms.values():
+        owned |= {parameter.name for parameter in norm.get_parameters()}
     others = [name for name in moved if name not in owned]
     if not others:
         return ""

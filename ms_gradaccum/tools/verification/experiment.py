@@ -70,7 +70,7 @@ class Experiment:
         self.parameters = ParameterTuple(self.network.trainable_params())
         self.split = self.network.split(*self.inputs)
         self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
-        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
+        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.weighted_loss.room))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
         warn_of_split(self.network, self.inputs, len(self.rows), is_first=False)
