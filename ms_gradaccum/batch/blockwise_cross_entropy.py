@@ -9,9 +9,7 @@ from ms_gradaccum.backend.mindspore_private import primexpr
 
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
-_LEAST_TOKENS = 64
-# Several blocks add up the gradient of the weight in so many parts of its width: a sum needs three tensors at a time.
-_PARTS_OF_WIDTH = 4
+_LEAST_TOKENS = 128
 Block = tuple[int, int | None]
 _softmax = ops.Softmax(-1)
 _argmax = ops.ArgMaxWithValue(1)
@@ -66,7 +64,7 @@ class BlockwiseCrossEntropy(nn.Cell):
             losses, log_sum_exp = self.losses(self.logits(part, head, bias), column(labels, begin, end))
             total = total + (losses * rows(token_weights, begin, end)).sum()
             log_sum_exps += (log_sum_exp,)
-        return total, joined(log_sum_exps, 0)
+        return total, joined(log_sum_exps)
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the log-sum-exp of each token of a block."""
@@ -99,62 +97,31 @@ class BlockwiseCrossEntropy(nn.Cell):
         factors = rates
         if self.z_loss > 0:
             factors = rates + rates * out[1] * (2 * self.z_loss)
-        blocks = self.blocks(hidden, weight)
-        hidden_grads: Tensors = ()
-        head_grads: Tensors = ()
-        for begin, end in blocks:
-            part = ops.depend(rows(hidden, begin, end), (hidden_grads, head_grads))
-            hidden_grad, head_grads = self.grads_of_block(
-                part,
-                head,
-                bias,
-                column(labels, begin, end),
-                column(rates, begin, end),
-                column(factors, begin, end),
-                head_grads,
-                len(blocks),
-            )
-            hidden_grads += (hidden_grad,)
         nothing = ops.zeros_like(token_weights)
-        # Those of the stand-ins for a weight and a bias.
+        hidden_grads: Tensors = ()
+        # Those of the stand-ins, until the first block. Zeros of their size would be constants, which are never freed.
         weight_grad = nothing
         bias_grad = nothing
-        if self.has_bias:
-            bias_grad = as_dtype(head_grads[0].reshape(-1), bias.dtype)
-            head_grads = head_grads[1:]
-        if self.has_head:
-            weight_grad = as_dtype(joined(head_grads, 1), weight.dtype)
-        return joined(hidden_grads, 0), weight_grad, bias_grad, ops.zeros_like(labels), nothing
-
-    def grads_of_block(
-        self,
-        part: Tensor,
-        head: Tensor,
-        bias: Tensor,
-        labels: Tensor,
-        rates: Tensor,
-        factors: Tensor,
-        sums: Tensors,
-        blocks: int,
-    ) -> tuple[Tensor, Tensors]:
-        """Return the gradient of a block's hidden states, and ``sums`` with those of bias and parts of the weight.
-
-        This is a method so that PYNATIVE mode frees the tables of a block before the next one.
-        """
-        grad = self.grad_of_logits(self.logits(part, head, bias), labels, rates, factors)
-        added: Tensors = ()
-        if self.has_bias:
-            added += (plus(sums, 0, _product_of_transposed(ops.ones_like(rates), grad)),)
-        grad = as_dtype(grad, part.dtype)
-        if self.has_head:
-            columns = (part,)
-            if blocks > 1:
-                columns = ops.split(part, -(-part.shape[1] // _PARTS_OF_WIDTH), 1)
-            for each in columns:
-                product = as_dtype(_product_of_transposed(grad, each), ms.float32)
-                added += (plus(sums, len(added), product),)
-            grad = _product(grad, head)
-        return grad, added
+        for begin, end in self.blocks(hidden, weight):
+            part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
+            rate = column(rates, begin, end)
+            factor = column(factors, begin, end)
+            # The logits have no name, with which PYNATIVE mode would keep them until the next block.
+            grad = self.grad_of_logits(self.logits(part, head, bias), column(labels, begin, end), rate, factor)
+            if self.has_bias:
+                of_bias = _product_of_transposed(ops.ones_like(rate), grad).reshape(-1)
+                bias_grad = of_bias if begin == 0 else bias_grad + of_bias
+            grad = as_dtype(grad, hidden.dtype)
+            if self.has_head:
+                of_weight = as_dtype(_product_of_transposed(grad, part), ms.float32)
+                weight_grad = of_weight if begin == 0 else weight_grad + of_weight
+                grad = _product(grad, head)
+            hidden_grads += (grad,)
+        # Not `as_dtype`: after many blocks, MindSpore's compiler fails at a function that is called for the first time.
+        if weight.dtype != ms.float32:
+            weight_grad = ops.cast(weight_grad, weight.dtype)
+        bias_grad = ops.cast(bias_grad, bias.dtype)
+        return joined(hidden_grads), weight_grad, bias_grad, ops.zeros_like(labels), nothing
 
     def grad_of_logits(self, logits: Tensor, labels: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
@@ -195,13 +162,8 @@ def column(values: Tensor, begin: int, end: int | None) -> Tensor:
     return rows(values, begin, end).reshape(-1, 1)
 
 
-def joined(parts: Tensors, axis: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else ops.concat(parts, axis)
-
-
-def plus(sums: Tensors, index: int, value: Tensor) -> Tensor:
-    """Return ``value`` with one of the sums, of which there are none yet at the first block."""
-    return value if len(sums) == 0 else sums[index] + value
+def joined(parts: Tensors) -> Tensor:
+    return parts[0] if len(parts) == 1 else ops.concat(parts)
 
 
 @primexpr
