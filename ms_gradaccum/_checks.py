@@ -88,6 +88,16 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
     raise TypeError(f"For '{owner}', unexpected {noun} {', '.join(map(repr, unknown))}. {remedy}")
 
 
+def refuse_nameless(owner: str, last: str, others: Sequence[object]) -> None:
+    """Raise for arguments without a name after the argument ``last``: Python's own error only counts them."""
+    if not others:
+        return
+    remedy = "Write name=value."
+    if isinstance(others[0], nn.Cell):
+        remedy = LOSS_INSIDE
+    raise TypeError(f"For '{owner}', arguments after '{last}' need a name, but got {typed(others[0])}. {remedy}")
+
+
 class FrozenAfterInit:
     """Base class of objects that read their settings once. A later assignment raises, since it would have no effect.
 
@@ -372,6 +382,10 @@ class DamagedState(ValueError):
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value from a manifest is a count of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+
+
+def is_positive(value: object) -> bool:
+    return isinstance(value, float) and 0 < value <= _LARGEST_FLOAT32
 
 
 def is_flag(value: object) -> bool:

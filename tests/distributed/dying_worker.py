@@ -1,4 +1,7 @@
-"""A rank that ends with an error. Each reports where its log is, the failing one after its error has been told."""
+"""A rank that saves a state alone, and one that ends with an error.
+
+Each reports where its log is, the failing one after its error has been told, and what it was told of the saving.
+"""
 
 import os
 import sys
@@ -7,25 +10,32 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from launch import report
+from launch import meet, report
 from mindspore import Tensor, nn
-from mindspore.communication import get_rank, init
 
-from ms_gradaccum import TrainOneStepCell
+from ms_gradaccum import TrainOneStepCell, save_state
 
-init()
+rank, _ = meet()
 ms.set_context(mode=ms.PYNATIVE_MODE)
 network = nn.Dense(1, 1)
 step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
-x = Tensor(np.ones((2, 1), np.float32))
+x = Tensor(np.full((2, 1), rank, np.float32))
 step(x, x)
+said = ""
+try:
+    if rank == 0:
+        save_state(step, os.environ["REPORT_FOLDER"])
+    else:
+        step(x, x)
+except RuntimeError as error:
+    said = str(error)
 log = os.readlink("/proc/self/fd/2")
-if get_rank() == 1:
+if rank == 1:
     told = sys.excepthook
 
     def hook(*error):
         told(*error)
-        report(1, log)
+        report(1, [log, said])
 
     sys.excepthook = hook
     # As MindSpore frames its errors.
@@ -34,6 +44,6 @@ if get_rank() == 1:
 while not Path(os.environ["REPORT_FOLDER"], "report_1.json").exists():
     time.sleep(0.1)
 print("later " * 500, file=sys.stderr, flush=True)
-report(0, log)
+report(0, [log, said])
 # It waits for the other rank until msrun ends it.
 time.sleep(600)

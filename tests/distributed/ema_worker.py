@@ -1,24 +1,16 @@
 """A process of `test_ema_of_ranks.py`: average while it trains in shards, and save in mid-window."""
 
 import os
-import sys
 from pathlib import Path
 
 import mindspore as ms
-from mindspore.communication import get_group_size, get_rank, init
+from launch import meet, report
+from scenarios import build_step, fingerprint, train_batches, weights_of
+from state_scenarios import FIRST, LAST
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from scenarios import build_step, fingerprint, train_batches, weights_of  # noqa: E402
-from state_scenarios import FIRST, LAST  # noqa: E402
+from ms_gradaccum import EMA, HSDP, save_state
 
-from ms_gradaccum import EMA, HSDP, save_state  # noqa: E402
-
-init()
-rank, size = get_rank(), get_group_size()
-# Op by op, for which nothing is compiled.
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
+rank, size = meet(eager=True)
 
 network, step = build_step(accumulation_steps=2, parallel=HSDP(threshold=0))
 ema = EMA(0.5, warmup_updates=0)

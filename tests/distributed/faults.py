@@ -22,8 +22,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from sample_process import processes_in, running_sample  # noqa: E402
 
-from ms_gradaccum.checkpoint.files import number_of, states_in  # noqa: E402
-
 PROGRAM = Path(__file__).with_name("fault_worker.py")
 # What is killed, and with what.
 FAULTS = {
@@ -64,8 +62,8 @@ def _command(process):
 
 def newest(folder):
     """Number of the last state."""
-    states = states_in(folder / "states") if (folder / "states").is_dir() else []
-    return number_of(states[-1]) if states else 0
+    states = (folder / "states").glob("state-*")
+    return max((int(state.name.partition("-")[2]) for state in states), default=0)
 
 
 def strike(fault, folder, processes, generator, limit=60, **variables):

@@ -1,18 +1,13 @@
 """A process of `test_grad_cache_of_ranks.py`: losses over the rows of all ranks, which are uneven."""
 
 import os
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+from launch import meet, report
 from mindspore import Tensor, nn
-from mindspore.communication import get_group_size, get_rank, init
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
-from launch import report  # noqa: E402
-from quick_mindspore import compiling  # noqa: E402
-from whole_batch_losses import (  # noqa: E402
+from quick_mindspore import compiling
+from whole_batch_losses import (
     LOSSES,
     OrdinaryLoss,
     batch,
@@ -22,7 +17,7 @@ from whole_batch_losses import (  # noqa: E402
     values_of,
 )
 
-from ms_gradaccum import (  # noqa: E402
+from ms_gradaccum import (
     HSDP,
     ContrastiveLoss,
     DataParallel,
@@ -30,10 +25,9 @@ from ms_gradaccum import (  # noqa: E402
     GradCacheLoss,
     TrainOneStepCell,
 )
-from ms_gradaccum.parallel.world import gather_rows  # noqa: E402
+from ms_gradaccum.parallel.world import gather_rows
 
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet()
 KINDS = {
     "data parallel": DataParallel(),
     "each batch": DataParallel(sync_each_batch=True),

@@ -8,16 +8,20 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-import quick_mindspore  # noqa: E402
+import mindspore as ms
+import quick_mindspore
+from mindspore import communication
 
-from ms_gradaccum.tools.processes import free_port  # noqa: E402
+from ms_gradaccum.tools.processes import free_port
 
 # For what runs under msrun, all of which reports through this file.
 quick_mindspore.install()
 
 # Of the environment that the tests run in, activated or not.
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+# Where the processes find this package and the helpers of the tests.
+PLACES = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
 
 
 def launch(script, processes, folder, limit=600.0, extra=None, arguments=()):
@@ -28,6 +32,7 @@ def launch(script, processes, folder, limit=600.0, extra=None, arguments=()):
     environment = {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, PLACES)),
         "REPORT_FOLDER": str(folder),
         # More threads than cores only wait for each other.
         "OMP_NUM_THREADS": "1",
@@ -64,6 +69,18 @@ def launch(script, processes, folder, limit=600.0, extra=None, arguments=()):
 
 def _read(log):
     return log.read_text(errors="replace") if log.exists() else "no log"
+
+
+def meet(eager=False):
+    """Meet the other processes of the job; return this one's rank, and how many they are.
+
+    With ``eager`` this one goes on op by op, for which nothing is compiled.
+    """
+    communication.init()
+    if eager:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        os.environ["MS_JIT"] = "0"
+    return communication.get_rank(), communication.get_group_size()
 
 
 def report(rank, values):

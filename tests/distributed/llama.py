@@ -26,8 +26,6 @@ class Llama:
     # The rows of the norms and residuals are split over mp too.
     sequence_parallel: bool = False
     recompute: bool = False
-    # All layers but the embedding compute in this dtype.
-    compute: Any = ms.float32
 
 
 class Linear(nn.Cell):
@@ -36,23 +34,19 @@ class Linear(nn.Cell):
     def __init__(self, shape: Llama, weight: Parameter, strategy: Any, out: Any = None) -> None:
         super().__init__()
         self.weight = weight
-        self.compute = shape.compute
-        self.cast = ops.Cast()
         self.matmul = ops.MatMul(transpose_b=True)
         self.matmul.shard(strategy) if out is None else self.matmul.shard(strategy, out)
 
     def construct(self, x):
-        return self.matmul(x, self.cast(self.weight, self.compute))
+        return self.matmul(x, self.weight)
 
 
 class RMSNorm(nn.Cell):
-    """x / sqrt(mean(x²) + eps) * weight, in float32."""
+    """x / sqrt(mean(x²) + eps) * weight."""
 
     def __init__(self, shape: Llama, rows: int) -> None:
         super().__init__()
         self.weight = Parameter(np.ones(shape.width, np.float32))
-        self.compute = shape.compute
-        self.cast = ops.Cast()
         self.square = ops.Square().shard(((rows, 1),))
         self.mean = ops.ReduceMean(keep_dims=True).shard(((rows, 1),))
         self.add = ops.Add().shard(((rows, 1), ()))
@@ -61,9 +55,8 @@ class RMSNorm(nn.Cell):
         self.weigh = ops.Mul().shard(((rows, 1), (1,)))
 
     def construct(self, x):
-        x = self.cast(x, ms.float32)
         x = self.scale(x, self.rsqrt(self.add(self.mean(self.square(x), 1), 1e-6)))
-        return self.cast(self.weigh(x, self.weight), self.compute)
+        return self.weigh(x, self.weight)
 
 
 class Attention(nn.Cell):
@@ -92,15 +85,13 @@ class Attention(nn.Cell):
         self.join = ops.Concat(3).shard((split, split))
         self.turn = ops.Mul().shard((split, (1, 1)))
         self.add = ops.Add().shard((split, split))
-        self.cast = ops.Cast()
         self.cosine, self.sine = _rotation(shape)
         self.hidden = Tensor(np.triu(np.full((shape.length, shape.length), -1e4, np.float32), 1))
-        self.compute = shape.compute
 
     def construct(self, x):
         query, key, value = self.rotated(self.query(x)), self.rotated(self.key(x)), self.heads(self.value(x))
-        scores = self.scale(self.cast(self.scores(query, key), ms.float32), 1.0 / self.sizes[-1] ** 0.5)
-        weights = self.cast(self.softmax(self.mask(scores, self.hidden)), self.compute)
+        scores = self.scale(self.scores(query, key), 1.0 / self.sizes[-1] ** 0.5)
+        weights = self.softmax(self.mask(scores, self.hidden))
         mixed = self.from_heads(self.mix(weights, value), (0, 2, 1, 3))
         return self.out(self.reshape(mixed, (-1, self.width)))
 
@@ -111,8 +102,7 @@ class Attention(nn.Cell):
         x = self.heads(x)
         first, second = self.halves(x)
         turned = self.join((self.negative(second), first))
-        cosine, sine = self.cast(self.cosine, self.compute), self.cast(self.sine, self.compute)
-        return self.add(self.turn(x, cosine), self.turn(turned, sine))
+        return self.add(self.turn(x, self.cosine), self.turn(turned, self.sine))
 
 
 class SwiGLU(nn.Cell):
@@ -156,7 +146,6 @@ class LlamaLoss(nn.Cell):
         rng = np.random.RandomState(0)
         dp, mp = shape.dp, shape.mp
         self.width, self.vocabulary = shape.width, shape.vocabulary
-        self.compute = shape.compute
         # All heads of a device look at the same rows, so only the vocabulary is split over mp.
         self.table = _weight(rng, shape.vocabulary, shape.width)
         self.gather = ops.Gather().shard(((mp, 1), (dp, 1)))
@@ -182,10 +171,10 @@ class LlamaLoss(nn.Cell):
                 block.recompute()
 
     def construct(self, tokens, labels):
-        x = self.cast(self.reshape(self.gather(self.table, tokens, 0), (-1, self.width)), self.compute)
+        x = self.reshape(self.gather(self.table, tokens, 0), (-1, self.width))
         for block in self.blocks:
             x = block(x)
-        logits = self.cast(self.head(self.norm(x)), ms.float32)
+        logits = self.head(self.norm(x))
         logits = self.less(logits, ops.stop_gradient(self.most(logits, 1)))
         labels = self.reshape(labels, (-1,))
         right = self.one_hot(self.at_least(labels, 0), self.vocabulary, self.on, self.off)

@@ -1,17 +1,13 @@
 """A process of `test_loops.py`."""
 
 import os
-import sys
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
-from mindspore.communication import get_group_size, get_rank, init
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report, run_scenarios  # noqa: E402
-from loop_scenarios import (  # noqa: E402
+from described_messages import sizes_sent
+from launch import meet, report, run_scenarios
+from loop_scenarios import (
     batches_of,
     build_loop,
     sentences,
@@ -20,13 +16,13 @@ from loop_scenarios import (  # noqa: E402
     train_sentences,
     train_with_scheduler,
 )
-from open_window import reducer_of  # noqa: E402
-from scenarios import batch, build_network, share, uneven_data, weights_of  # noqa: E402
+from mindspore import Tensor, nn
+from open_window import reducer_of
+from scenarios import batch, build_network, share, uneven_data, weights_of
 
-from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss  # noqa: E402
+from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss
 
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet()
 results = {}
 KINDS = {
     "data parallel": DataParallel(check_weights=True),
@@ -131,12 +127,7 @@ def count_shared_batches():
     backbone = nn.Dense(1, 2, has_bias=False)
     config = AccumulationConfig(3, sync_each_batch=True)
     accumulator = Accumulator(TokenMeanLoss(backbone), nn.SGD(backbone.trainable_params(), 0.1), config=config)
-    sizes, parallel = [], reducer_of(accumulator.driver)
-    for _, cell in parallel.cells_and_names():
-        for attribute in ("all_reduce", "all_gather"):
-            if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
-                operator = getattr(cell, attribute)
-                setattr(cell, attribute, lambda values, run=operator: sizes.append(values.size) or run(values))
+    sizes = sizes_sent(reducer_of(accumulator.driver))
     for _ in range(3):
         with accumulator.accumulate():
             accumulator.backward(*[Tensor(array) for array in sentences([1, 2])])

@@ -13,15 +13,13 @@ from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
+from launch import report
 from mindspore import communication
+from open_window import silent_advisor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from open_window import silent_advisor  # noqa: E402
-
-from ms_gradaccum.advice.advisor import Advisor  # noqa: E402
-from ms_gradaccum.advice.loss_measurement import LossMeasurement  # noqa: E402
-from ms_gradaccum.training import window  # noqa: E402
+from ms_gradaccum.advice.advisor import Advisor
+from ms_gradaccum.advice.loss_measurement import LossMeasurement
+from ms_gradaccum.training import window
 
 # Parts that compare numbers and read no warning: advice would take much of their time.
 SILENT = {"ema_worker", "grad_cache_worker", "precision_worker", "report_worker", "state_worker"}

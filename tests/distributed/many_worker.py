@@ -1,25 +1,13 @@
 """A process of `test_many_workers.py`: two updates with whole and with sharded optimizer state."""
 
-import os
-import sys
-from pathlib import Path
-
-import mindspore as ms
 import numpy as np
+from launch import meet, report
 from mindspore import Tensor
-from mindspore.communication import get_group_size, get_rank, init
+from scenarios import batch, build_step, fingerprint, weights_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from scenarios import batch, build_step, fingerprint, weights_of  # noqa: E402
+from ms_gradaccum import HSDP, DataParallel
 
-from ms_gradaccum import HSDP, DataParallel  # noqa: E402
-
-# Op by op: compiling takes longer than all the rest, once per process.
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet(eager=True)
 results = {}
 for kind in (DataParallel(), HSDP(threshold=0)):
     network, step = build_step(micro_size=2, parallel=kind)

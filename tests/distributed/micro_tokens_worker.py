@@ -3,31 +3,14 @@
 They have so many tokens at most, or one rank runs out of memory.
 """
 
-import os
-import sys
-from pathlib import Path
-
-import mindspore as ms
+from launch import meet, report
+from micro_token_scenarios import LIMIT, LONG, RATE, START, rows_of
 from mindspore import Tensor, nn
-from mindspore.communication import get_rank, init
+from scenarios import KINDS
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from micro_token_scenarios import LIMIT, LONG, RATE, START, rows_of  # noqa: E402
+from ms_gradaccum import GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
-from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TokenMeanLoss, TrainOneStepCell  # noqa: E402
-
-init()
-rank = get_rank()
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
-
-KINDS = {
-    "data parallel": DataParallel(),
-    "each micro batch": DataParallel(sync_each_batch=True),
-    "level1": HSDP(threshold=0),
-    "level2": HSDP(threshold=0, optimizer_level="level2"),
-}
+rank, _ = meet(eager=True)
 
 
 def labels_of(x, labels):

@@ -1,29 +1,19 @@
 """A process of `test_other_losses_of_ranks.py`: windows of several losses, on uneven rows."""
 
 import os
-import sys
-from pathlib import Path
 
 import mindspore as ms
+from described_messages import sizes_sent
+from launch import meet, report
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from open_window import reducer_of
+from scenarios import KINDS, ONE_SHAPE, batch, build_network, share
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from open_window import reducer_of  # noqa: E402
-from scenarios import ONE_SHAPE, batch, build_network, share  # noqa: E402
+from ms_gradaccum import GradAccumulation, MixedPrecision, TrainOneStepCell
 
-from ms_gradaccum import HSDP, DataParallel, GradAccumulation, MixedPrecision, TrainOneStepCell  # noqa: E402
-
-init()
-rank, size = get_rank(), get_group_size()
-KINDS = {
-    "data parallel": {"parallel": DataParallel()},
-    "each batch": {"parallel": DataParallel(sync_each_batch=True)},
-    "level1": {"parallel": HSDP(threshold=0)},
-    "level2": {"parallel": HSDP(threshold=0, optimizer_level="level2")},
-    "16-bit messages": {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")},
-}
+rank, size = meet()
+WAYS = {name: {"parallel": kind} for name, kind in KINDS.items()}
+WAYS["16-bit messages"] = {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")}
 
 
 class Losses(nn.Cell):
@@ -38,28 +28,13 @@ class Losses(nn.Cell):
         return ops.square(error).mean(), ops.abs(error).mean(), ops.square(y).mean()
 
 
-class Counter:
-    """Stands in for a collective operator and counts its messages and their elements."""
-
-    def __init__(self, operator, sent):
-        self.operator, self.sent = operator, sent
-
-    def __call__(self, values):
-        self.sent.append(values.size)
-        return self.operator(values)
-
-
 def train(losses, with_counters=False, **settings):
     """A window of two batches; in the second one rank 1 has run out of data. Return its report and messages."""
     network = Losses()
     cell = GradAccumulation(network, 3, losses=losses) if losses else GradAccumulation(_First(network), 3)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(cell, optimizer, accumulation_steps=2, **settings)
-    sent = []
-    for _, each in reducer_of(step).cells_and_names() if with_counters else ():
-        for attribute in ("all_reduce", "all_gather"):
-            if isinstance(getattr(each, attribute, None), ms.ops.Primitive):
-                setattr(each, attribute, Counter(getattr(each, attribute), sent))
+    sent = sizes_sent(reducer_of(step)) if with_counters else []
     inside = step(*[Tensor(array) for array in share(batch(0), rank, size, ONE_SHAPE)])
     # As many rows as before, so that nothing is compiled anew.
     output = step.join() if rank else step(*[Tensor(array[:9]) for array in batch(1)])
@@ -80,10 +55,10 @@ class _First(nn.Cell):
 
 # The two whose graphs differ most are compiled; op by op the others take a tenth of the time.
 COMPILED = ("data parallel", "level2")
-results = {name: train("first", compile=True, check_loss=False, **KINDS[name]) for name in COMPILED}
+results = {name: train("first", compile=True, check_loss=False, **WAYS[name]) for name in COMPILED}
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"
-results |= {name: train("first", **settings) for name, settings in KINDS.items() if name not in COMPILED}
+results |= {name: train("first", **settings) for name, settings in WAYS.items() if name not in COMPILED}
 for name, losses in (("first", "first"), ("names", ("size", "label")), ("none", None)):
     results[f"messages {name}"] = train(losses, True)["sent"]
 report(rank, results)

@@ -1,23 +1,19 @@
 """A process of `test_reduced_gradients.py`: train networks that reduce their gradients themselves."""
 
 import os
-import sys
 from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
+from described_messages import described, sizes_sent
+from launch import meet, report, run_scenarios
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from open_window import reducer_of
+from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers, gradients, reduce_itself, whole_weights
+from scenarios import OPTIMIZERS, batch, share
 
-sys.path.insert(0, str(Path(__file__).parent))
-from described_messages import described  # noqa: E402
-from launch import report, run_scenarios  # noqa: E402
-from open_window import reducer_of  # noqa: E402
-from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers, gradients, reduce_itself, whole_weights  # noqa: E402
-from scenarios import OPTIMIZERS, batch, share  # noqa: E402
-
-from ms_gradaccum import (  # noqa: E402
+from ms_gradaccum import (
     EMA,
     Accumulator,
     ClipByGlobalNorm,
@@ -28,14 +24,10 @@ from ms_gradaccum import (  # noqa: E402
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel import reduced  # noqa: E402
+from ms_gradaccum.parallel import reduced
 
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet(eager=True)
 STATES = Path(os.environ["STATES"]) / f"of{size}"
-# Op by op, for which nothing is compiled.
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
 results = {}
 
 
@@ -153,11 +145,8 @@ def train_wrongly():
 
 def count_messages():
     network, accumulator = build(3, ClipByGlobalNorm(0.5), **options_of(2, False))
-    reducer, sizes = reducer_of(accumulator), []
-    for _, cell in reducer.cells_and_names():
-        operator = getattr(cell, "all_reduce", None)
-        if isinstance(operator, ms.ops.Primitive):
-            cell.all_reduce = lambda values, run=operator: sizes.append(values.size) or run(values)
+    reducer = reducer_of(accumulator)
+    sizes = sizes_sent(reducer)
     counts, gather = [], reduced.gather_counts
     # The first update also compares the weights.
     train(network, accumulator, 3, 1)

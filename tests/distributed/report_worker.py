@@ -1,25 +1,20 @@
 """A process of `test_report.py`: train with a logger that measures everything, and without one."""
 
 import os
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import mindspore as ms
+from launch import meet, report
 from mindspore import nn
-from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
+from open_window import buffer_of
+from scenarios import build_network, fingerprint, uneven_data
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from open_window import buffer_of  # noqa: E402
-from scenarios import build_network, fingerprint, uneven_data  # noqa: E402
+from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar
 
-from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar  # noqa: E402
-
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet()
 folder = Path(os.environ["REPORT_FOLDER"])
 KINDS = {
     "data parallel": DataParallel(),

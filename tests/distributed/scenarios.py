@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
 from quick_mindspore import eagerly
 
-from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import HSDP, ClipByGlobalNorm, ClipByValue, DataParallel, GradAccumulation, TrainOneStepCell
 
 # Two windows show what the first leaves for the next; further ones show no more.
 ROWS, STEPS = 12, 2
@@ -36,6 +36,12 @@ OPTIMIZERS = {
     "experimental RMSprop": lambda weights: experimental.RMSprop(weights, 0.01),
     "experimental Adagrad": lambda weights: experimental.Adagrad(weights, 0.1),
     "experimental NAdam": lambda weights: experimental.NAdam(weights, 0.01),
+}
+KINDS = {
+    "data parallel": DataParallel(),
+    "each batch": DataParallel(sync_each_batch=True),
+    "level1": HSDP(threshold=0),
+    "level2": HSDP(threshold=0, optimizer_level="level2"),
 }
 CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": lambda: ClipByValue(0.05)}
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from llama import LazyLlamaLoss, Llama, LlamaLoss, tokens_of  # noqa: E402
+from llama import LazyLlamaLoss, Llama, LlamaLoss, tokens_of
 from mindspore import Tensor, lazy_inline, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import WholeBatch, loss_of

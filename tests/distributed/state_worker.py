@@ -3,39 +3,32 @@
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 
 import mindspore as ms
+from launch import meet, report
 from mindspore import Tensor, nn, train
-from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from open_window import buffer_of  # noqa: E402
-from scenarios import (  # noqa: E402
+from open_window import buffer_of
+from scenarios import (
+    KINDS,
     build_network,
     build_step,
     fingerprint,
     train_batches,
     uneven_data,
-    weights_of,  # noqa: E402
+    weights_of,
 )
-from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
+from state_scenarios import FIRST, LAST, MOVES
 
-from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state  # noqa: E402
+from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.parallel import factory
 
-init()
-rank, size = get_rank(), get_group_size()
+rank, size = meet(eager=True)
 STATES = Path(os.environ["STATES"])
-# Op by op, for which nothing is compiled.
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
 results = {}
 
 

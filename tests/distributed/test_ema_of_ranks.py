@@ -1,16 +1,11 @@
 """EMA of several processes: each has the averages of the whole weights, and another number of them goes on."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from scenarios import build_network, build_step, train_batches, weights_of, whole_batches
+from state_scenarios import LAST
 
-sys.path.insert(0, str(Path(__file__).parent))
-from scenarios import build_network, build_step, train_batches, weights_of, whole_batches  # noqa: E402
-from state_scenarios import LAST  # noqa: E402
-
-from ms_gradaccum import EMA, load_state  # noqa: E402
+from ms_gradaccum import EMA, load_state
 
 PART, SIZES = "ema_worker", (2,)
 WINDOWS = ((0, 1), (2, 3), (4, 5))

@@ -4,13 +4,9 @@ import os
 import re
 import signal
 import socket
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from sample_process import processes_in, run_sample, running_sample  # noqa: E402
+from sample_process import processes_in, run_sample, running_sample
 
 # What run.sh does about a worker is the same whatever that does: the test of faults kills workers that train.
 PROGRAM = """

@@ -3,14 +3,10 @@
 import os
 import random
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from faults import FAULTS, finish, newest, running, story, strike, victim  # noqa: E402
+from faults import FAULTS, finish, newest, running, story, strike, victim
 
 PROCESSES = 2
 # So long that it is not over before everything has been killed, on a slow machine neither.

@@ -1,15 +1,9 @@
 """Hand-written loops on two processes against one process on all rows."""
 
-import sys
-from pathlib import Path
-
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from loop_scenarios import (  # noqa: E402
+from loop_scenarios import (
     START,
     build_loop,
     joined_batches,
@@ -18,9 +12,10 @@ from loop_scenarios import (  # noqa: E402
     train_sentences,
     train_with_scheduler,
 )
-from scenarios import batch, build_network, weights_of  # noqa: E402
+from mindspore import Tensor, nn
+from scenarios import batch, build_network, weights_of
 
-from ms_gradaccum import Accumulator  # noqa: E402
+from ms_gradaccum import Accumulator
 
 PART, SIZES = "loop_worker", (2,)
 KINDS = ["data parallel", "data parallel, each batch", "level1", "level2"]

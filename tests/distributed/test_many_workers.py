@@ -1,14 +1,11 @@
 """As many processes as a machine with eight devices has."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
-from scenarios import whole_batches  # noqa: E402
+from launch import launch
+from scenarios import whole_batches
 
 
 @pytest.fixture(scope="module")

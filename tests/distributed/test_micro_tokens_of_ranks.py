@@ -1,18 +1,14 @@
 """Micro batches by tokens on ranks that have other numbers of them: one mean over the tokens of all ranks."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from micro_token_scenarios import LENGTHS, RATE, START, mean_of  # noqa: E402
+from micro_token_scenarios import LENGTHS, RATE, START, mean_of
+from scenarios import KINDS
 
 PART, SIZES = "micro_tokens_worker", (2,)
 
 
-@pytest.mark.parametrize("name", ["data parallel", "each micro batch", "level1", "level2"])
+@pytest.mark.parametrize("name", KINDS)
 def test_ranks_with_other_numbers_of_micro_batches_train_as_one_batch(name, two):
     gradient, loss, tokens = mean_of([0, 1])
     assert [report[name][3] for report in two] == [3, 5]

@@ -1,19 +1,13 @@
 """The further losses of several processes: means over the rows of all of them, with the messages that there are."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mindspore import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scenarios import ONE_SHAPE, batch, build_network, share  # noqa: E402
+from scenarios import KINDS, ONE_SHAPE, batch, build_network, share
 
 PART, SIZES = "other_losses_worker", (2,)
 # The batch of rank 0 after rank 1 has run out of data.
 LAST = [array[:9] for array in batch(1)]
-KINDS = ["data parallel", "each batch", "level1", "level2", "16-bit messages"]
 
 
 def means(*parts):
@@ -23,7 +17,7 @@ def means(*parts):
     return [np.abs(error).mean(), np.square(y.astype(np.float64)).mean()]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "16-bit messages"])
 def test_they_are_means_over_the_rows_of_all_ranks(name, two, eager):
     expected = means(batch(0), LAST)
     for rank, report in enumerate(two):

@@ -1,15 +1,10 @@
 """Loss scale, bad micro batches, 16-bit messages and limits per group: two processes against one."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mindspore import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained, trained_by_group  # noqa: E402
-from scenarios import CLIPS, batch, build_step, weights_of  # noqa: E402
+from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained, trained_by_group
+from scenarios import CLIPS, batch, build_step, weights_of
 
 PART, SIZES = "precision_worker", (2,)
 SKIPPED = [(name, bad) for name, choice, bad in BAD if choice == "skip_window"]

@@ -4,17 +4,13 @@ The stand-in has the protocol of HyperParallel's hsdp, which `clients/hyper_para
 """
 
 import functools
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, ops
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reducing_network import RESUMED, TRAININGS, WRONG, build_layers  # noqa: E402
-from scenarios import OPTIMIZERS, batch  # noqa: E402
+from reducing_network import RESUMED, TRAININGS, WRONG, build_layers
+from scenarios import OPTIMIZERS, batch
 
 PART, SIZES = "reduced_worker", (2, 4)
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}

@@ -1,13 +1,8 @@
 """Windows whose ranks have other numbers of tokens or rows: means over all of them, as of one whole batch."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from token_scenarios import LEARNING_RATE, ROWS, START, TOKENS, row_gradients, token_gradients  # noqa: E402
+from token_scenarios import LEARNING_RATE, ROWS, START, TOKENS, row_gradients, token_gradients
 
 PART, SIZES = "token_worker", (2,)
 

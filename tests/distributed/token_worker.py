@@ -1,24 +1,14 @@
 """A process of `test_tokens_of_ranks.py`: windows of two batches, on other numbers of tokens or rows than the other."""
 
-import os
-import sys
 import warnings
-from pathlib import Path
 
-import mindspore as ms
+from launch import meet, report
 from mindspore import Parameter, Tensor, nn
-from mindspore.communication import get_rank, init
+from token_scenarios import LEARNING_RATE, PADDING, ROWS, START, TOKENS, row_batch, token_batch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from token_scenarios import LEARNING_RATE, PADDING, ROWS, START, TOKENS, row_batch, token_batch  # noqa: E402
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell  # noqa: E402
-
-init()
-rank = get_rank()
-ms.set_context(mode=ms.PYNATIVE_MODE)
-os.environ["MS_JIT"] = "0"
+rank, _ = meet(eager=True)
 
 
 class TokenMean(nn.Cell):

@@ -2,14 +2,10 @@
 
 import os
 import runpy
-import sys
-from pathlib import Path
 
+from launch import report
 from mindspore.communication import get_rank
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from scenarios import fingerprint  # noqa: E402
+from scenarios import fingerprint
 
 left = runpy.run_path(os.environ["PROGRAM"], run_name="__main__")
 network, optimizer = left["net"], left["optimizer"]

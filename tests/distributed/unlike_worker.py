@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import signal
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +12,15 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
+from launch import meet, report
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.communication import get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
 from mindspore.train import OnRequestExit
+from quick_mindspore import eagerly
+from scenarios import KINDS, batch, build_network, build_step, share, uneven_data, weights_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
-from quick_mindspore import eagerly  # noqa: E402
-from scenarios import batch, build_network, build_step, share, uneven_data, weights_of  # noqa: E402
-
-from ms_gradaccum import (  # noqa: E402
+from ms_gradaccum import (
     EMA,
     HSDP,
     Accumulator,
@@ -37,17 +33,10 @@ from ms_gradaccum import (  # noqa: E402
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel import world  # noqa: E402
+from ms_gradaccum.parallel import world
 
-init()
-rank = get_rank()
+rank, _ = meet()
 results = {}
-KINDS = {
-    "data parallel": DataParallel(),
-    "each batch": DataParallel(sync_each_batch=True),
-    "level1": HSDP(threshold=0),
-    "level2": HSDP(-1, 0, "level2"),
-}
 
 
 def disagree_about(what, build):
@@ -265,15 +254,15 @@ def train_on_after_an_error(kind, failure):
         "Momentum", accumulation_steps=2, parallel=KINDS[kind], check_loss=kind == "data parallel"
     )
     step.add_callback(Fails(*FAILURES[failure]))
-    key, updated = f"{kind}, {failure}", []
+    key, ended = f"{kind}, {failure}", []
     with noting(key) as errors:
         for number in range(4):
             try:
                 output = step(*[Tensor(array) for array in share(batch(number), rank, 2)])
-                updated.append(bool(output.updated.asnumpy()))
+                ended.append(output.ends_window)
             except Failure as error:
                 errors.append(str(error))
-    results[key] = [weights_of(network), step.events.updates, step.events.skipped_updates, step.open_batches()]
+    results[key] = [weights_of(network), step.events.updates, step.events.skipped_updates, step.open_batches(), ended]
 
 
 def give_one_batch_wrong():

@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from linear_toy import descend, line, sgd, weight_of
 from loop_toy import FOUR, batch, nan_batch, toy_loop, train, updates_of
 from mindspore import nn
-from open_window import buffer_of
 from refusal import refuses, typed
-from step_probe import compilations, number
+from step_probe import compilations
 from tiers import share_of
 
 from ms_gradaccum import AccumulationConfig, Accumulator
-from ms_gradaccum.loops.schedule import merge_config
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
@@ -75,15 +73,6 @@ def test_a_schedule_by_updates():
     assert run_updates([1, 1, 3, 2].__getitem__, sizes) == [1, 1, 6, 2]
 
 
-def every_k_schedule(updates):
-    """That of optax's test_multi_steps_every_k_schedule: two steps, then three from the third update on."""
-    return 2 if updates < 2 else 3
-
-
-def test_a_schedule_may_be_a_function_of_the_updates_as_in_optax():
-    assert run_updates(every_k_schedule, FOUR * 3) == [2, 2, 3, 3]
-
-
 def test_a_new_number_of_steps_compiles_nothing_and_divides_by_what_there_is():
     network, accumulator = toy_loop(1)
     list(train(accumulator, FOUR))
@@ -96,13 +85,6 @@ def test_a_new_number_of_steps_compiles_nothing_and_divides_by_what_there_is():
     pairs = [(1, 2), (3, 4), (5, 6), (7, 8)]
     expected = descend(*pairs, (1, 2, 3, 4, 5, 6), (7, 8), (1, 2, 3, 4, 5, 6, 7, 8))
     assert weight_of(network) == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_windows_of_a_schedule_are_the_updates_of_its_rows():
-    network, accumulator = toy_loop(schedule=lambda updates: 2 if updates < 1 else 1)
-    weights = [weight_of(network) for _ in train(accumulator, FOUR[:3])]
-    first = descend((1, 2, 3, 4))
-    assert weights == pytest.approx([0, first, descend((5, 6), weight=first)], rel=1e-6)
 
 
 @settings(max_examples=share_of(40), deadline=None)
@@ -161,10 +143,12 @@ def test_the_count_of_the_config_and_that_of_the_argument():
 def test_a_count_and_a_schedule_contradict_each_other():
     with refuses(ValueError, "'accumulation_steps'", "Leave the schedule out"):
         AccumulationConfig(4, schedule={0: 2})
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
     for config in (AccumulationConfig(schedule={0: 2}), AccumulationConfig({0: 2}), AccumulationConfig(3)):
         for steps in (4, {0: 3}):
             with refuses(ValueError, "'accumulation_steps'", "only once"):
-                merge_config("Accumulator", steps, config)
+                Accumulator(loss_cell, sgd(network), steps, config=config)
 
 
 def test_a_config_is_frozen():
@@ -184,13 +168,3 @@ def make_schedule():
         return 1 + updates
 
     return steps
-
-
-def test_counters_per_call():
-    # After Keras's test_gradient_accumulation: iterations and accumulator at each call, three steps per update.
-    _, accumulator = toy_loop(3)
-    window, table = accumulator.driver, []
-    for _ in train(accumulator, [batch(1)] * 4):
-        table.append((window.batches, window.updates, accumulator.updated))
-    assert table == [(1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False)]
-    assert number(buffer_of(accumulator).weight) == 1

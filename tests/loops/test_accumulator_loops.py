@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_toy import X, batches, descend, sgd, weight_of
+from linear_toy import X, batches, descend, line, sgd, weight_of
 from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
 from mindspore import Parameter, Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
@@ -67,16 +67,6 @@ def test_a_carried_window_goes_on_with_the_next_pass():
     assert weight_of(network) == pytest.approx(descend(*windows), rel=1e-5)
     # Not what windows that end with the data would have left.
     assert descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3) != pytest.approx(descend(*windows), rel=1e-2)
-
-
-def test_more_accumulation_steps_than_batches():
-    _, accumulator = toy_loop(10)
-    dataset = accumulator.prepare(FOUR)
-    assert [updates_of(accumulator, dataset) for _ in range(2)] == [[False, False, False, True]] * 2
-    _, accumulator = toy_loop(10, sync_with_dataloader=False)
-    dataset = accumulator.prepare(FOUR)
-    updates = [update for _ in range(5) for update in updates_of(accumulator, dataset)]
-    assert [i + 1 for i, update in enumerate(updates) if update] == [10, 20]
 
 
 def test_no_batch_and_one_batch():
@@ -269,14 +259,6 @@ def test_prepared_objects_come_back_in_order():
     assert ends_of(accumulator, accumulator.prepare(accumulator.prepare(range(3)))) == [False, True, True]
 
 
-def test_a_thousand_samples_in_batches_of_eight():
-    _, accumulator = toy_loop(8)
-    dataset = accumulator.prepare(NumpySlicesDataset(np.zeros(1000, np.float32), shuffle=False).batch(8))
-    ends = [ends_of(accumulator, dataset) for _ in range(3)]
-    # 375 batches; 15 windows of 8 and one of 5 in each epoch.
-    assert [len(each) for each in ends] == [125] * 3 and [sum(each) for each in ends] == [16] * 3
-
-
 @settings(max_examples=share_of(60), deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 9), st.booleans())
 def test_windows_partition_any_passes(passes, steps, apply):
@@ -308,14 +290,8 @@ def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
 
 def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
-    network, accumulator = toy_loop(2)
-    (window,) = accumulator.windows
-    window.advisor.is_on = True
-    watch = window.advisor.watch
-    watch.is_on = True
-    watch.windows = 0
-    watch.restart()
-    window.advisor.gradient_watch.seen.clear()
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

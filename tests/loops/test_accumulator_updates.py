@@ -8,7 +8,6 @@ from linear_toy import descend, line, weight_of
 from loop_toy import (
     FOUR,
     adjustable_sgd,
-    batch,
     global_step,
     nan_batch,
     optimizer_of,
@@ -17,7 +16,7 @@ from loop_toy import (
     train,
     updates_of,
 )
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.experimental.optim import lr_scheduler
 from refusal import warns
 from step_probe import Weights, compilations, number
@@ -121,14 +120,6 @@ def test_a_prepared_scheduler_moves_once_per_update():
     # Updates after the batches 2, 4, 6 and 7. Once per batch it would end at 0.02 / 128.
     assert rates == [0.02, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.00125]
     assert scheduler.last_epoch == 4  # what it does not change is that of the scheduler
-
-
-def test_the_learning_rate_of_the_scheduler_is_that_of_the_next_update():
-    network, accumulator = toy_loop(2, adjustable_sgd)
-    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
-    list(train(accumulator, FOUR, scheduler))
-    expected = descend((5, 6, 7, 8), weight=descend((1, 2, 3, 4)), learning_rate=0.01)
-    assert weight_of(network) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_scheduler_stays_where_it_is_in_a_skipped_update():
@@ -331,14 +322,6 @@ def test_flush_clips_as_the_loop_does(clip, clipped):
     assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(clipped), rel=1e-6)
 
 
-def test_drop_throws_an_unfinished_window_away():
-    network, accumulator = toy_loop(4)
-    assert updates_of(accumulator, FOUR[:3]) == [False] * 3
-    assert accumulator.drop() == 3 and accumulator.drop() == 0 and weight_of(network) == 0
-    assert updates_of(accumulator, FOUR) == [False, False, False, True]
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-
-
 @pytest.mark.parametrize("how", ["flush", "drop"])
 @pytest.mark.parametrize("before", [True, False], ids=["before backward", "after backward"])
 def test_flush_and_drop_inside_a_batch_do_not_shift_the_next_boundary(how, before):
@@ -370,50 +353,3 @@ def test_a_second_step_does_nothing():
     output = accumulator.step()
     assert accumulator.updated and not number(output.updated) and number(output.weight) == 0
     assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]
-
-
-class Quadratic(nn.Cell):
-    """The mean over the rows of (weight - x)^2, elementwise; its Hessian is 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.float32([1, -2, 3])), "weight")
-
-    def construct(self, x):
-        return ops.square(self.weight - x).sum(-1).mean()
-
-
-# With the default epsilon, Adam would hardly see the size of a gradient: a sum would pass for a mean.
-OPTIMIZERS = {
-    "mint SGD": lambda p: mint.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
-    "experimental Adam": lambda p: experimental.Adam(p, 0.1, eps=1.0, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizers_of_all_packages_are_given_the_mean_gradient(make, monkeypatch):
-    # After Keras's ..._with_weight_decay: three windows, and the optimizer called with their mean gradients.
-    monkeypatch.delenv("MS_JIT")  # called eagerly, those of mint do nothing on CPU
-    ms.set_context(mode=ms.GRAPH_MODE)
-    rows = np.random.default_rng(0).normal(1, 1, (3, 6, 3)).astype(np.float32)
-    network, alone, wrong = Quadratic(), Quadratic(), Quadratic()
-    accumulator = Accumulator(network, make(network.trainable_params()), 3)
-    optimizer, wrong_optimizer = make(alone.trainable_params()), make(wrong.trainable_params())
-    for window in rows:
-        for part in np.split(window, 3):
-            with accumulator.accumulate():
-                accumulator.backward(Tensor(part))
-                accumulator.step()
-        optimizer((Tensor(2 * (alone.weight.asnumpy() - window.mean(0))),))
-        wrong_optimizer((Tensor(6 * (wrong.weight.asnumpy() - window.mean(0))),))  # the sum of three means
-    found, expected = network.weight.asnumpy(), alone.weight.asnumpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(wrong.weight.asnumpy() - expected).max() > 0.03
-
-
-def test_a_group_of_one_row_counts_as_one_row():
-    network, accumulator = toy_loop(2, adjustable_sgd)
-    list(train(accumulator, [batch(1), batch(2, 3, 4)]))
-    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)), rel=1e-6)
-    # Not the mean of the two batches' means.
-    assert weight_of(network) != pytest.approx((descend((1,)) + descend((2, 3, 4))) / 2, rel=1e-2)

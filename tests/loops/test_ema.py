@@ -252,33 +252,6 @@ def test_a_checkpoint_has_them_and_they_go_on_from_it(tmp_path, eager):
     assert_bits(values(ema.parameters), values(expected.parameters))
 
 
-def test_a_checkpoint_of_an_accumulator_has_them_too(tmp_path, eager):
-    accumulators, averages = [], []
-    for _ in range(2):
-        accumulators.append(new_loop(accumulation_steps=2)[0])
-        averages.append(EMA(0.5, warmup_updates=0))
-        accumulators[-1].add_callback(averages[-1])
-    for batch in BATCHES[:4]:
-        accumulators[0].backward(*batch)
-        accumulators[0].step()
-    ms.save_checkpoint(accumulators[0], str(tmp_path / "loop.ckpt"))
-    ms.load_param_into_net(accumulators[1], ms.load_checkpoint(str(tmp_path / "loop.ckpt")))
-    assert averages[1].updates == 2
-    assert_bits(values(averages[1].parameters), values(averages[0].parameters))
-
-
-def test_save_checkpoint_of_the_network_has_the_averages_while_they_are_there(tmp_path, eager):
-    network, model = toy(accumulation_steps=4)
-    ema = EMA(0.5, warmup_updates=0)
-    model.train(1, batches(2), callbacks=ema)
-    with ema.swapped():
-        ms.save_checkpoint(network, str(tmp_path / "averages.ckpt"))
-        assert [each.name for _, each in model.train_network.parameters_and_names()].count("weight") == 1
-    saved = ms.load_checkpoint(str(tmp_path / "averages.ckpt"))
-    assert abs(saved["weight"].asnumpy().item() - 1.02) < 1e-6
-    assert list(saved) == ["weight"]
-
-
 def test_a_state_in_mid_window_goes_on_bit_for_bit(tmp_path, eager):
     step, fresh = new_step(), new_step()
     ema, other = EMA(0.9, warmup_updates=3, trainable_only=False), EMA(0.9, warmup_updates=3, trainable_only=False)

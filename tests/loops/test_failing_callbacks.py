@@ -40,7 +40,7 @@ def test_rows_of_an_update_that_a_callback_has_prevented_are_in_no_other(eager):
     assert weight_of(network) == pytest.approx(descend((1, 2), (5, 6)), rel=1e-5)
 
 
-def test_they_are_not_in_the_next_training_either():
+def test_they_are_not_in_the_next_training_either(eager):
     network, model = toy()
     with pytest.raises(OSError):
         model.train(1, batches(2), callbacks=[AsCallback()])

@@ -129,18 +129,6 @@ def test_the_program_of_the_tutorial_trains_parameters_that_are_initialized_late
     assert close(values(network), stock_weights())
 
 
-def test_data_sink_mode_falls_back_and_trains_on_cpu(network_mode):
-    network = Classifier()
-    loss_given(network).train(EPOCHS, samples(ROWS, LABELS), dataset_sink_mode=True)
-    assert close(values(network), stock_weights())
-
-
-def test_one_batch_makes_one_update_with_its_mean_gradient():
-    network, model = toy(micro_size=4)
-    model.train(1, batches(8))
-    assert weight_of(network) == pytest.approx(2.04)  # 8.16 is the sum, 1.7505 an update after each micro batch
-
-
 # The last of the four batches is alone in its window: divided by three batches it would leave 1.8059556.
 @pytest.mark.parametrize("last_window, weight", [("apply", 2.9912), ("drop", 1.2133333)])
 def test_the_last_window_is_applied_or_dropped(last_window, weight):
@@ -152,7 +140,7 @@ def test_the_last_window_is_applied_or_dropped(last_window, weight):
     assert model.train_network.open_batches() == 0
 
 
-def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(mode):
+def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train():
     network, model = toy(accumulation_steps=3, last_window="carry")
     recorder = Recorder()
     model.train(2, batches(2), recorder)
@@ -163,12 +151,6 @@ def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(m
     model.train(1, batches(2))
     assert weight_of(network) == pytest.approx(descend(*windows))
     assert model.train_network.open_batches() == 0
-
-
-def test_applied_windows_start_anew_in_each_epoch():
-    network, model = toy(accumulation_steps=3)
-    model.train(2, batches(2))
-    assert weight_of(network) == pytest.approx(descend(ALL[:6], [7, 8], ALL[:6], [7, 8]))
 
 
 def test_a_pass_that_is_shorter_than_its_size_says_ends_its_window_too():
@@ -333,16 +315,6 @@ def test_training_after_evaluation_is_in_training_mode_again(network_mode):
         weight -= 0.02 * np.mean(2 * (2 * X) * (2 * X * weight - 2 * X))
         assert weight_of(line_) == pytest.approx(weight)
         assert model.eval(batches(8))["mse"] == pytest.approx((weight - 2) ** 2 * 25.5, rel=1e-5)
-
-
-def test_two_models_in_one_process_do_not_disturb_each_other():
-    first, first_model = toy(accumulation_steps=2)
-    second, second_model = toy(accumulation_steps=3, last_window="carry")
-    for _ in range(3):
-        first_model.train(1, batches(4))
-        second_model.train(1, batches(4))
-    assert weight_of(first) == pytest.approx(descend(ALL, ALL, ALL))
-    assert weight_of(second) == pytest.approx(descend([*ALL, *ALL[:4]], [*ALL[4:], *ALL]))
 
 
 @pytest.mark.parametrize("wrap", [lambda cell: cell, hsdp], ids=["alone", "AutoParallel"])

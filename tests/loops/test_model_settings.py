@@ -10,7 +10,7 @@ from linear_toy import batches, descend, line, sgd, weight_of
 from mindspore import ParameterTuple, nn, ops
 from refusal import refuses
 
-from ms_gradaccum import EMA, ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
+from ms_gradaccum import ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
 # An update for each of the four batches of the toy, as a training cell makes it.
@@ -82,12 +82,6 @@ def test_a_training_cell_without_settings_trains_as_with_mindspores_model(kind):
     network, loss, optimizer = parts()
     Model(CELLS[kind](loss, optimizer)).train(1, batches(2))
     assert weight_of(network) == pytest.approx(descend(*EACH_BATCH), rel=1e-5)
-
-
-def test_a_model_adopts_a_step_of_this_package_as_before():
-    network, loss, optimizer = parts()
-    Model(TrainOneStepCell(loss, optimizer, accumulation_steps=4, check_loss=False)).train(1, batches(2))
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 4}])
@@ -172,10 +166,3 @@ def test_a_rate_for_each_update_and_rates_without_a_list_need_no_word(rates, set
 
 def test_a_list_for_several_trainings_needs_no_word():
     assert warned([0.001] * 5, epochs=1, passes=5) == []
-
-
-def test_an_ema_follows_what_the_model_trains():
-    network, loss, optimizer = parts()
-    ema = EMA(0.5, warmup_updates=0)
-    Model(loss, optimizer=optimizer, accumulation_steps=2, check_loss=False).train(1, batches(2), callbacks=[ema])
-    assert ema.updates == 2

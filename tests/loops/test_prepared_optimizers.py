@@ -11,14 +11,15 @@ from mindspore.experimental.optim.lr_scheduler import StepLR
 
 from ms_gradaccum import Accumulator
 
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 def loop_of(network, optimizer, steps):
     return Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps)
 
 
-@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
 def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
-    ms.set_context(mode=mode)
     network = line()
     optimizer = optim.SGD(network.trainable_params(), 0.02)
     accumulator = loop_of(network, optimizer, 2)

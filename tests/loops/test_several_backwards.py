@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from mindspore import Tensor, _c_expression, nn, ops
 from mindspore.amp import StaticLossScaler
+from mindspore.common.api import _pynative_executor
 from refusal import refuses, warns
 from step_probe import number
 
 from ms_gradaccum import Accumulator
-from ms_gradaccum.backend.mindspore_private import pynative_executor
 
+pytestmark = pytest.mark.usefixtures("eager")
 RANDOM = np.random.default_rng(7)
 REAL, FAKE = (RANDOM.normal(size=(12, 3)).astype(np.float32) for _ in range(2))
 # Two windows of two batches, uneven inside.
@@ -58,7 +59,7 @@ def whole_windows():
     return losses, values_of(critic)
 
 
-def test_a_second_backward_pass_of_a_batch_is_refused(eager):
+def test_a_second_backward_pass_of_a_batch_is_refused():
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
     with refuses(RuntimeError, "pass in accumulate"), accumulator.accumulate():
@@ -66,7 +67,7 @@ def test_a_second_backward_pass_of_a_batch_is_refused(eager):
         accumulator.backward(Tensor(FAKE[:2]), 0.0)
 
 
-def test_an_argument_that_the_network_does_not_take_is_refused(eager):
+def test_an_argument_that_the_network_does_not_take_is_refused():
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
     with pytest.raises(TypeError, match="same_batch"):
@@ -88,8 +89,8 @@ def backward_of_tensors(monkeypatch):
     monkeypatch.setattr(_c_expression.TensorPy, "backward", backward, raising=False)
     monkeypatch.setattr(_c_expression.TensorPy, "grad", grad, raising=False)
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield partial(pynative_executor.set_grad_flag, True)
-    pynative_executor.set_grad_flag(False)
+    yield partial(_pynative_executor.set_grad_flag, True)
+    _pynative_executor.set_grad_flag(False)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])
@@ -233,7 +234,9 @@ def test_a_loop_that_calls_loss_backward_alone_is_named(backward_of_tensors, pre
             assert len([each for each in told if "must follow its" in str(each.message)]) == (number_of_step >= 4)
 
 
-def test_an_update_does_not_move_the_loss_of_before():
+def test_an_update_does_not_move_the_loss_of_before(monkeypatch):
+    monkeypatch.delenv("MS_JIT")  # The sums and the update are compiled.
+
     class OnlyParameter(nn.Cell):
         def __init__(self):
             super().__init__()
@@ -251,7 +254,7 @@ def test_an_update_does_not_move_the_loss_of_before():
     assert number(network.loss) == 2.0 and number(loss) == 3.0
 
 
-def test_a_tensor_without_a_backward_pass_is_refused(eager):
+def test_a_tensor_without_a_backward_pass_is_refused():
     critic = Critic()
     with refuses(TypeError, "Call backward"):
         Accumulator(critic, momentum(critic)).backward(critic(Tensor(REAL), 1.0))

@@ -143,13 +143,3 @@ def test_a_network_trains_as_on_the_whole_batch(kind, micro_size, steps):
         assert network.runs == 2 * 2 * micro_size * steps
     if kind is SavedElsewhere:
         assert network.kept > 0
-
-
-def test_losses_of_a_batch_that_are_differentiated_one_by_one_are_refused():
-    network = Loss()
-    accumulator = Accumulator(network, momentum(network))
-    with accumulator.accumulate():
-        accumulator.backward(Tensor(X), Tensor(Y))
-        with pytest.raises(RuntimeError, match="one backward pass in accumulate"):
-            accumulator.backward(Tensor(X), Tensor(Y))
-        accumulator.step()

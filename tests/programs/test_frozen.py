@@ -48,11 +48,6 @@ def freeze_later(i, cell, optimizer):
         cell.backbone.set_train(False)
 
 
-def thaw_later(i, cell, optimizer):
-    if i == 0:
-        cell.backbone.set_train(True)
-
-
 def never_trained(cell, optimizer):
     cell.set_train(False)
 
@@ -106,16 +101,13 @@ def follow(i, cell, optimizer):
 STEPS = ("step 1", "step 4", "Accumulator")
 DOUBLES = {"network": with_layer(Doubles), "optimizer": momentum, "own_model": True}
 NORM = {"network": with_layer(batch_norm), "optimizer": momentum, "own_model": True}
-DROPOUT = {"network": with_layer(lambda: nn.Dropout(p=0.5)), "optimizer": momentum}
 
 PROGRAMS = {
     "mode before building": Program(**DOUBLES, prepare=freeze_mode),
     "mode after building": Program(**DOUBLES, built=freeze_mode),
     "mode in mid-training": Program(**DOUBLES, between=freeze_later),
-    "mode frozen, then not": Program(**DOUBLES, prepare=freeze_mode, between=thaw_later),
     "never in training mode": Program(**DOUBLES, prepare=never_trained),
     "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
-    "BatchNorm after building": Program(**NORM, built=freeze_mode, faces=STEPS),
     "BatchNorm before building, Model": Program(
         **NORM, prepare=freeze_mode, faces=("Model",), parts=1, warned="which was in evaluation mode"
     ),
@@ -124,8 +116,6 @@ PROGRAMS = {
     "BatchNorm of moving averages": Program(
         with_layer(lambda: batch_norm(use_batch_statistics=False)), momentum, prepare=freeze_weights, oracle="same"
     ),
-    "Dropout before building": Program(**DROPOUT, prepare=freeze_mode, faces=STEPS),
-    "Dropout after building": Program(**DROPOUT, built=freeze_mode, faces=STEPS),
     "head alone, by the optimizer": Program(with_layer(Doubles), head_only),
     "head alone, by requires_grad": Program(**DOUBLES, prepare=freeze_weights, oracle="same"),
     "teacher that follows the student": Program(Teacher, student, between=follow),

@@ -33,10 +33,6 @@ class VAE(nn.Cell):
         return (ops.square(decoded - x).sum(1) + self.beta * divergence).mean()
 
 
-def anneal(i, cell, optimizer):
-    cell.beta = 0.5 * (i + 1)
-
-
 class UNet(nn.Cell):
     """A diffusion model: noise by a schedule, a small UNet that knows the time, the noise as its target."""
 
@@ -149,7 +145,6 @@ LINEAR = "does in the backward pass .* must be linear"
 
 PROGRAMS = {
     "VAE": Program(VAE, momentum, normal((6,), (2,))),
-    "VAE, annealed": Program(VAE, momentum, normal((6,), (2,)), between=anneal),
     "diffusion": Program(UNet, momentum, diffusion, rtol=5e-5),
     "WGAN-GP": Program(Critic, momentum, normal((3,), (3,), (1,)), rtol=1e-4),
     "PINN in float64": Program(PINN, momentum, points),

@@ -127,53 +127,9 @@ def test_gan_with_two_accumulators(jit, mode):
     )
 
 
-class GeneratorLoss(nn.Cell):
-    def __init__(self, generator, critic):
-        super().__init__(auto_prefix=False)
-        self.generator, self.critic = generator, critic
-
-    def construct(self, noise):
-        return ops.softplus(-self.critic(self.generator(noise))).mean()
-
-
-class CriticLoss(GeneratorLoss):
-    def construct(self, real, noise):
-        fake = ops.stop_gradient(self.generator(noise))
-        return (ops.softplus(-self.critic(real)) + ops.softplus(self.critic(fake))).mean()
-
-
 def named(cell, name):
     cell.update_parameters_name(f"{name}.")
     return cell
-
-
-def test_one_accumulator_of_two_networks(mode):
-    def train(accumulated, batches):
-        generator, critic = named(dense(2, 3, 1), "generator"), named(dense(3, 1, 2), "critic")
-        losses = [GeneratorLoss(generator, critic), CriticLoss(generator, critic)]
-        optimizers = [nn.SGD(each.trainable_params(), 0.1) for each in (generator, critic)]
-        if accumulated:
-            accumulator = Accumulator(losses, optimizers, PARTS)
-            for real, noise in in_batches(True, batches):
-                with accumulator.accumulate():
-                    accumulator.backward(noise, network=losses[0])
-                    accumulator.backward(real, noise, network=losses[1])
-                    accumulator.step()
-                    accumulator.zero_grad()
-            return numbers_of(generator, critic)
-        grads = [ms.value_and_grad(loss, None, each.parameters) for loss, each in zip(losses, optimizers)]
-        for real, noise in in_batches(False, batches):
-            # Both gradients first: with an Accumulator, too, both are taken before either network is updated.
-            found = [grads[0](noise)[1], grads[1](real, noise)[1]]
-            for optimizer, each in zip(optimizers, found):
-                optimizer(each)
-        return numbers_of(generator, critic)
-
-    numbers = np.random.default_rng(15)
-    shapes = [(ROWS, 3), (ROWS, 2)]
-    assert_trained_alike(
-        train, [[numbers.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(UPDATES)]
-    )
 
 
 class BodyAndHead(nn.Cell):

@@ -65,28 +65,6 @@ class WithOutputs(Two):
         return ops.square(out - y).mean(), ops.stop_gradient(out)
 
 
-class OfPositives(nn.Cell):
-    """SSD's loss: the sums over the boxes that match, divided by their number."""
-
-    def __init__(self, divide):
-        super().__init__()
-        self.boxes = nn.Dense(4, 6)
-        self.divide = divide
-
-    def construct(self, x, target, matched):
-        error = ops.square(self.boxes(x) - target).sum(-1)
-        found = matched.sum()
-        if self.divide:
-            return (error * matched).sum() / found
-        return (error * matched).sum(), found
-
-
-def boxes():
-    numbers = np.random.default_rng(3)
-    matched = np.array([1, 1, 0, 1, 0, 1, 1, 0], np.float32)
-    return [(x, numbers.normal(size=(ROWS, 6)).astype(np.float32), matched) for x, _ in regression()]
-
-
 class TwoTerms(nn.Cell):
     """Two losses over tokens, as one sum."""
 
@@ -110,42 +88,8 @@ def ignored_later():
     return [labelled()[0], *with_ignored()[1:]]
 
 
-class Smooth(nn.LossBase):
-    """A cross-entropy as collections of vision models have it."""
-
-    def __init__(self, weight=None):
-        super().__init__()
-        self.reduction, self.weight = "mean", weight
-
-    def construct(self, logits, labels):
-        return ops.cross_entropy(logits, labels, weight=self.weight, label_smoothing=0.1)
-
-
-class Called(nn.Cell):
-    """A loss cell that calls the function."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, CLASSES)
-
-    def construct(self, x, labels):
-        return ops.cross_entropy(self.layer(x), labels)
-
-
-class CalledWithWeights(Called):
-    """The same with class weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Tensor(np.float32([1, 2, 5]))
-
-    def construct(self, x, labels):
-        return ops.cross_entropy(self.layer(x), labels, self.weight)
-
-
 PROGRAMS = {
     "mean cross-entropy": Program(classifier(), batches=labelled),
-    "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
     "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="is not the (mean|sum)"),
     "ignore_index, rows of padding": Program(
         classifier(ignore_index=-100), batches=with_padding, named="is not the (mean|sum)"
@@ -153,29 +97,13 @@ PROGRAMS = {
     "ignore_index, from a later batch on": Program(
         classifier(ignore_index=-100), batches=ignored_later, named="is not the (mean|sum)"
     ),
-    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="is not the (mean|sum)"),
-    "cross_entropy() without such labels": Program(Called, batches=labelled),
-    "cross_entropy() with class weights": Program(CalledWithWeights, batches=labelled, named="is not the (mean|sum)"),
     "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="is not the (mean|sum)"),
-    "class weights of a loss of one's own": Program(
-        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth(CLASS_WEIGHTS)),
-        batches=labelled,
-        named="is not the (mean|sum)",
-    ),
-    "a loss of one's own without them": Program(
-        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth()), batches=labelled
-    ),
     "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
-    "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
     "sum by hand": Program(HandWrittenSum, named="is not the (mean|sum)"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
     "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
     "several losses": Program(Two, named="scalar losses", names_whole=True),
     "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
-    "mean over matches": Program(lambda: OfPositives(True), batches=boxes, named="is not the (mean|sum)"),
-    "mean over matches, weighted": Program(
-        lambda: OfPositives(False), batches=boxes, whole=MeanOfPair, settings={"weighted": True}
-    ),
     "two terms": Program(TwoTerms, batches=counted, whole=MeanOfPair, settings={"weighted": True}),
     "binary cross-entropy": Program(
         lambda: nn.WithLossCell(nn.Dense(4, 1), nn.BCEWithLogitsLoss()),

@@ -169,9 +169,10 @@ def with_scheduler(i, name):
     return Program(Net, build, between=step_rates, **ONE_FACE, **settings)
 
 
-# FTRL takes no schedule.
-RATED = [name for name, (_, settings) in OPTIMIZERS.items() if "learning_rate" in settings and name != "FTRL"]
-MOVED = [name for name, (_, settings) in OPTIMIZERS.items() if "lr" in settings]
+# One of each way to come by a rate: those of a package share it, apart from what has a schedule of its own.
+RATED = ["SGD", "Adam", "AdamWeightDecay", "ASGD", "AdaFactor, own rate", "user-defined"]
+MOVED = ["experimental SGD", "experimental AdamW", "experimental ASGD", "experimental RAdam", "experimental NAdam"]
+MOVED += ["mint SGD", "mint Adam"]
 SCHEDULES = {name: with_rate(i, name) for i, name in enumerate(RATED)}
 SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
 

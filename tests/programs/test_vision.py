@@ -1,4 +1,4 @@
-"""Vision models: the quick start, residual networks, a Vision Transformer, the losses of FCN and SSD, CLIP."""
+"""Vision models: residual networks, a Vision Transformer, the losses of FCN and SSD, CLIP."""
 
 import numpy as np
 from harness import ROWS, UPDATES, Program, checks_of, momentum
@@ -22,18 +22,6 @@ def images(labels_shape=()):
         ]
 
     return build
-
-
-class QuickStart(nn.Cell):
-    """The quick start's network of dense layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.flatten = nn.Flatten()
-        self.layers = nn.SequentialCell(nn.Dense(2 * SIZE * SIZE, 8), nn.ReLU(), nn.Dense(8, CLASSES))
-
-    def construct(self, x):
-        return self.layers(self.flatten(x))
 
 
 class Residual(nn.Cell):
@@ -141,7 +129,6 @@ def frozen_norm():
 
 
 PROGRAMS = {
-    "quick start": Program(classified(QuickStart), batches=images()),
     "ResNet, BatchNorm": Program(
         classified(lambda: Residual(lambda: nn.BatchNorm2d(4))), momentum, images(), nature="BatchNorm"
     ),

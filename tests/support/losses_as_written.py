@@ -67,7 +67,6 @@ def build(case):
     return Loss(function, out), tuple(map(Tensor, data))
 
 
-# ---- language models
 @wrong(X, MASK)
 def masked_mean(net, x, mask):
     return (net(x).square().mean(-1) * mask).sum() / mask.sum()
@@ -83,17 +82,6 @@ def tokens_ignored(net, x, y):
     return ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), ignore_index=-100)
 
 
-@wrong(X, TOKENS, VALID, out=15)
-def tokens_by_mask(net, x, y, valid):
-    each = ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), reduction="none")
-    return (each * valid.reshape(-1)).sum() / valid.sum()
-
-
-@wrong(X, TOKENS, VALID, out=15)
-def perplexity(net, x, y, valid):
-    return ops.exp(ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1)))
-
-
 @wrong(X, TOKENS, out=15)
 def tokens_summed(net, x, y):
     total = ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), reduction="sum")
@@ -103,18 +91,6 @@ def tokens_summed(net, x, y):
 @wrong(X, LABELS)
 def label_smoothing_with_weights(net, x, y):
     return ops.cross_entropy(net(x), y, Tensor([0.1, 1.0, 3.0], ms.float32), label_smoothing=0.1)
-
-
-@wrong(X, LABELS)
-def nll_of_class_weights(net, x, y):
-    return ops.nll_loss(ops.log_softmax(net(x), -1), y, Tensor([0.1, 1.0, 3.0], ms.float32))
-
-
-# ---- detection
-@wrong(X, BOXES, out=4)
-def boxes_by_positives(net, x, positive):
-    each = ops.smooth_l1_loss(net(x), ops.ones_like(positive), reduction="none") * positive
-    return each.sum() / ops.maximum(positive.sum(), Tensor(1.0))
 
 
 @wrong(X, BOXES, out=4)
@@ -128,11 +104,6 @@ def focal_by_positives(net, x, positive):
 def two_normalisers(net, x, positive):
     out = net(x)
     return (out.square() * positive).sum() / positive.sum() + out.abs().mean()
-
-
-@wrong(X, Y)
-def mean_times_rows(net, x, y):
-    return (net(x) - y).square().mean() * x.shape[0]
 
 
 @wrong(X, LABELS)
@@ -153,55 +124,11 @@ def dice_of_batch(net, x, y):
     return 1 - 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
 
 
-@wrong(X, BOXES, out=4)
-def jaccard_of_batch(net, x, y):
-    p = ops.sigmoid(net(x))
-    inter = (p * y).sum()
-    return 1 - inter / (p.sum() + y.sum() - inter)
-
-
-@wrong(X, BOXES, out=4)
-def balanced_bce(net, x, y):
-    beta = 1 - y.mean()
-    p = ops.sigmoid(net(x))
-    return (-beta * y * ops.log(p) - (1 - beta) * (1 - y) * ops.log(1 - p)).mean()
-
-
 # ---- contrastive, metric learning
 @wrong(X, Y)
 def in_batch_negatives(net, x, y):
     scores = ops.matmul(unit(net(x)), unit(y).T) / 0.2
     return -ops.log_softmax(scores, -1).diagonal().mean()
-
-
-@wrong(X)
-def simclr(net, x):
-    z = unit(net(x))
-    s = ops.matmul(z, z.T) / 0.5 - 1e9 * ops.eye(z.shape[0], z.shape[0], ms.float32)
-    return ops.logsumexp(s, -1).mean()
-
-
-@wrong(X, LABELS)
-def pairs_of_batch(net, x, y):
-    z = net(x)
-    d = (z.expand_dims(0) - z.expand_dims(1)).square().sum(-1)
-    same = (y.expand_dims(0) == y.expand_dims(1)).astype(ms.float32)
-    return (same * d + (1 - same) * ops.relu(1 - d)).mean()
-
-
-@wrong(X, LABELS)
-def supervised_contrastive(net, x, y):
-    z = unit(net(x))
-    logits = ops.matmul(z, z.T)
-    same = (y.expand_dims(0) == y.expand_dims(1)).astype(ms.float32)
-    return -((ops.log_softmax(logits, -1) * same).sum(-1) / same.sum(-1)).mean()
-
-
-@wrong(X, LABELS)
-def centres_of_classes(net, x, y):
-    out, own = net(x), ops.one_hot(y, 3, Tensor(1.0), Tensor(0.0))
-    centres = (own.T @ out) / (own.sum(0)[:, None] + 1e-6)
-    return (out - centres[y]).square().mean()
 
 
 @wrong(X, LABELS)
@@ -218,21 +145,9 @@ def barlow_twins(net, x, y):
     return (c - ops.eye(3, 3, ms.float32)).square().sum()
 
 
-@wrong(X)
-def variance_of_batch(net, x):
-    z = net(x)
-    return (z - z.mean(0)).square().mean()
-
-
 @wrong(X, Y)
 def maximum_mean_discrepancy(net, x, y):
     return (net(x).mean(0) - y.mean(0)).square().sum()
-
-
-@wrong(X, Y)
-def correlation(net, x, y):
-    a, b = net(x) - net(x).mean(), y - y.mean()
-    return 1 - (a * b).sum() / ops.sqrt(a.square().sum() * b.square().sum())
 
 
 # ---- ranking
@@ -242,11 +157,6 @@ def pairwise_ranking(net, x, y):
     d = s.expand_dims(0) - s.expand_dims(1)
     better = (y.expand_dims(0) > y.expand_dims(1)).astype(ms.float32)
     return (ops.softplus(-d) * better).sum() / better.sum()
-
-
-@wrong(X, WEIGHTS, out=1)
-def listnet(net, x, y):
-    return -(ops.softmax(y, 0) * ops.log_softmax(net(x)[:, 0], 0)).sum()
 
 
 @wrong(X, WEIGHTS, out=1)
@@ -262,36 +172,13 @@ def root_of_mean(net, x, y):
 
 
 @wrong(X, Y)
-def log_of_mean(net, x, y):
-    loss = (net(x) - y).square().mean()
-    return ops.log(loss)
-
-
-@wrong(X, Y)
 def sum_of_squares(net, x, y):
     return ((net(x) - y) ** 2).sum()
-
-
-@wrong(X, Y)
-def sum_over_constant(net, x, y):
-    residual = net(x) - y
-    return (residual * residual).sum() / 16
-
-
-@wrong(X, Y)
-def half_squared_norm(net, x, y):
-    return 0.5 * ops.norm(net(x) - y) ** 2
 
 
 @wrong(X, WEIGHTS)
 def weighted_rows(net, x, w):
     return (net(x).square().mean(-1) * w).sum() / w.sum()
-
-
-@wrong(X, WEIGHTS)
-def weighted_rows_average(net, x, w):
-    w = w / w.sum()
-    return (net(x).square().mean(-1) * w).sum()
 
 
 @wrong(X, Y)
@@ -318,18 +205,6 @@ def vae_summed(net, x, y):
     return (mean - y).square().sum() + kl(mean, log_var).sum()
 
 
-@wrong(X, Y, out=6)
-def vae_summed_by_rows_constant(net, x, y):
-    mean, log_var = ops.chunk(net(x), 2, -1)
-    return (mean - y).square().mean() + kl(mean, log_var).sum() / 16
-
-
-@wrong(X, LABELS)
-def entropy_of_marginal(net, x, y):
-    p = ops.softmax(net(x), -1).mean(0)
-    return ops.cross_entropy(net(x), y) + (p * ops.log(p)).sum()
-
-
 @wrong(X, LABELS)
 def load_balance(net, x, y):
     p = ops.softmax(net(x), -1)
@@ -337,61 +212,9 @@ def load_balance(net, x, y):
     return 3 * (share * p.mean(0)).sum()
 
 
-class Wrapped(nn.Cell):
-    """A loss as a cell of its own, of a variable of its module and a closure."""
-
-    def __init__(self, each):
-        super().__init__()
-        self.each = each
-
-    def construct(self, out, y):
-        total = self.each(out, y)
-        return total
-
-
-def by_closure(reduction):
-    def loss(out, y):
-        return ops.mse_loss(out, y, reduction)
-
-    return loss
-
-
-SUM_CELL, SUM_CLOSURE = Wrapped(nn.MSELoss("sum")), by_closure("sum")
-ABSOLUTE = nn.L1Loss(reduction="sum")
-
-
-@wrong(X, Y)
-def cell_in_a_cell(net, x, y):
-    return SUM_CELL(net(x), y)
-
-
-@wrong(X, Y)
-def closure(net, x, y):
-    return SUM_CLOSURE(net(x), y)
-
-
-@wrong(X, Y)
-def cell_of_mindspore(net, x, y):
-    return 0.5 * ABSOLUTE(net(x), y)
-
-
-wrong(X, Y)(lambda net, x, y: ((net(x) - y) ** 2).sum())
-
-
-# ---- right ones
-@right(X, Y)
-def mse(net, x, y):
-    return ops.mse_loss(net(x), y)
-
-
 @right(X, LABELS)
 def cross_entropy(net, x, y):
     return ops.cross_entropy(net(x), y)
-
-
-@right(X, TOKENS, out=15)
-def all_tokens(net, x, y):
-    return ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), ignore_index=-100)
 
 
 @right(X, Y)
@@ -402,11 +225,6 @@ def sum_over_rows_in_code(net, x, y):
 @right(X, Y)
 def mean_of_norms(net, x, y):
     return ops.norm(net(x) - y, dim=-1).mean()
-
-
-@right(X, Y)
-def mean_of_roots(net, x, y):
-    return ops.sqrt((net(x) - y).square().mean(-1) + 1e-8).mean()
 
 
 @right(X, TOKENS, VALID, out=15)
@@ -421,31 +239,9 @@ def dice_of_rows(net, x, y):
     return (1 - 2 * (p * y).sum(-1) / (p.sum(-1) + y.sum(-1) + 1)).mean()
 
 
-@right(X, MASK)
-def masked_but_by_rows(net, x, mask):
-    return (net(x).square().mean(-1) * mask).mean()
-
-
 @right(X, LABELS)
 def with_penalty(net, x, y):
     return ops.cross_entropy(net(x), y) + 0.01 * net[0].weight.square().sum()
-
-
-@right(X, Y, out=6)
-def vae_of_means(net, x, y):
-    mean, log_var = ops.chunk(net(x), 2, -1)
-    return (mean - y).square().mean() + kl(mean, log_var).sum(-1).mean()
-
-
-@right(X, Y)
-def triplets(net, x, y):
-    near, far = (net(x) - y).square().sum(-1), (net(x) + y).square().sum(-1)
-    return ops.relu(near - far + 0.2).mean()
-
-
-@right(X, WEIGHTS, out=1)
-def policy_gradient(net, x, advantage):
-    return -(ops.log(ops.sigmoid(net(x)[:, 0])) * (advantage - 0.6)).mean()
 
 
 @right(X, WEIGHTS, out=1)
@@ -456,19 +252,8 @@ def ppo(net, x, advantage):
 
 
 @right(X, Y)
-def huber(net, x, y):
-    return ops.huber_loss(net(x), y)
-
-
-@right(X, Y)
 def cosine(net, x, y):
     return 1 - (unit(net(x)) * unit(y)).sum(-1).mean()
-
-
-@right(X, LABELS)
-def focal_of_classes(net, x, y):
-    each = ops.cross_entropy(net(x), y, reduction="none")
-    return ((1 - ops.exp(-each)) ** 2 * each).mean()
 
 
 @right(X, LABELS)
@@ -498,8 +283,3 @@ def hinge(net, x, y):
     scores = net(x)
     own = ops.gather_elements(scores, 1, y.reshape(-1, 1))
     return ops.relu(scores - own + 1).sum(-1).mean()
-
-
-@right(X, Y)
-def gaussian_nll(net, x, y):
-    return ops.gaussian_nll_loss(net(x), y, ops.ones_like(y))
