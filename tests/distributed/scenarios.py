@@ -43,6 +43,8 @@ KINDS = {
     "level1": HSDP(threshold=0),
     "level2": HSDP(threshold=0, optimizer_level="level2"),
 }
+# Those that differ most: whole gradients once per window, and shards of each micro batch's.
+APART = ("data parallel", "level2")
 CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": lambda: ClipByValue(0.05)}
 
 

@@ -1,8 +1,10 @@
 """Ranks that were told different things, read the same rows, or fail alone: an error or a warning, and no hang."""
 
+import itertools
+
 import numpy as np
 import pytest
-from scenarios import KINDS, batch, build_network, joined, share, stock_weights, weights_of, whole_batches
+from scenarios import APART, KINDS, batch, build_network, joined, share, stock_weights, weights_of, whole_batches
 
 PART, SIZES = "unlike_worker", (2,)
 DISAGREEMENTS = {
@@ -79,8 +81,10 @@ def check_second_window(weights):
     np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("failure", ["mid-batch", "last micro batch", "update"])
+@pytest.mark.parametrize(
+    "kind, failure",
+    [*((kind, "mid-batch") for kind in KINDS), *itertools.product(APART, ["last micro batch", "update"])],
+)
 def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure, two):
     key = f"{kind}, {failure}"
     assert [report[f"errors {key}"] for report in two] == [[], ["of this rank"]]
@@ -91,7 +95,7 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind
         assert [said for said in report[f"warnings {key}"] if DROPPED in said] != []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", APART)
 def test_a_batch_of_which_nothing_was_added_is_left_out(kind, two):
     """The first batch has the rows of rank 0 alone."""
     windows = [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))]
@@ -111,7 +115,7 @@ def test_a_batch_that_was_given_wrong_is_left_out(two):
     assert [len(report["errors wrong batch"]) for report in two] == [0, 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", APART)
 def test_a_loop_goes_on_after_an_error_of_one_rank(kind, two):
     """Before the backward pass the batch is left out; inside it the window is dropped; after it all rows are there."""
     without = stock_weights("Momentum", [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))])
