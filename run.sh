@@ -79,7 +79,8 @@ prepare() {
     if [[ $name == pinned || $name == test ]]; then groups+=(--group "$name"); else extras+=,$name; fi
   done
   make_venv "$venv"
-  wanted=$(cat pyproject.toml setup.py | cksum)
+  # A new version of the package is installed as one: `env` prints that of the installation.
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/__init__.py | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     local install=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet)
@@ -119,7 +120,7 @@ prepare_peers() {
 prepare_clients() {
   local wanted name address commit folder source stamp=.venv-clients/installed
   make_venv .venv-clients
-  wanted=$(cat pyproject.toml setup.py clients/*.txt | cksum)
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/__init__.py clients/*.txt | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing what clients/*.txt names into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)

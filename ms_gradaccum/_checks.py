@@ -60,14 +60,6 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
-def require(
-    holds: object, owner: str, name: str, rule: str, value: object, remedy: str, kind: type[Exception] = ValueError
-) -> None:
-    """Raise an error of this kind unless an argument follows the rule."""
-    if not holds:
-        raise kind(argument_error(owner, name, rule, value, remedy))
-
-
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
     parameters = inspect.signature(function).parameters.values()
@@ -94,6 +86,16 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
         remedy += " It counts micro batches, not their rows."
     noun = "argument" if len(unknown) == 1 else "arguments"
     raise TypeError(f"For '{owner}', unexpected {noun} {', '.join(map(repr, unknown))}. {remedy}")
+
+
+def refuse_nameless(owner: str, last: str, others: Sequence[object]) -> None:
+    """Raise for arguments without a name after the argument ``last``: Python's own error only counts them."""
+    if not others:
+        return
+    remedy = "Write name=value."
+    if isinstance(others[0], nn.Cell):
+        remedy = LOSS_INSIDE
+    raise TypeError(f"For '{owner}', arguments after '{last}' need a name, but got {typed(others[0])}. {remedy}")
 
 
 class FrozenAfterInit:
@@ -171,8 +173,10 @@ def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: st
 def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most``."""
     number = check_type(owner, name, value, int, "a positive int", remedy)
-    require(number >= 1, owner, name, "a positive int", number, remedy)
-    require(number <= most, owner, name, f"a positive int of at most {most}", number, remedy)
+    if number < 1:
+        raise ValueError(argument_error(owner, name, "a positive int", number, remedy))
+    if number > most:
+        raise ValueError(argument_error(owner, name, f"a positive int of at most {most}", number, remedy))
     return number
 
 
@@ -180,14 +184,16 @@ def check_int(owner: str, name: str, value: object, remedy: str) -> int:
     """Return ``value`` if it is an int in the range of int32."""
     number = check_type(owner, name, value, int, "an int", remedy)
     rule = f"an int from {-MAX_INT - 1} to {MAX_INT}"
-    require(-MAX_INT - 1 <= number <= MAX_INT, owner, name, rule, number, remedy)
+    if not -MAX_INT - 1 <= number <= MAX_INT:
+        raise ValueError(argument_error(owner, name, rule, number, remedy))
     return number
 
 
 def check_positive_float(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
     number = check_type(owner, name, value, (int, float), "a positive number", remedy)
-    require(0 < number <= sys.float_info.max, owner, name, "a positive number", number, remedy)
+    if not 0 < number <= sys.float_info.max:
+        raise ValueError(argument_error(owner, name, "a positive number", number, remedy))
     return float(number)
 
 
@@ -195,7 +201,8 @@ def check_positive_float32(owner: str, name: str, value: object, remedy: str) ->
     """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
     number = check_positive_float(owner, name, value, remedy)
     rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
-    require(_LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32, owner, name, rule, value, remedy)
+    if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
+        raise ValueError(argument_error(owner, name, rule, value, remedy))
     return number
 
 
@@ -205,7 +212,8 @@ def check_number(owner: str, name: str, value: object, remedy: str) -> float:
     if isinstance(array, (np.ndarray, np.generic)) and array.size == 1:
         value = array.item()
     number = check_type(owner, name, value, (int, float), "a number", remedy)
-    require(0 <= number <= sys.float_info.max, owner, name, "a number of at least 0", number, remedy)
+    if not 0 <= number <= sys.float_info.max:
+        raise ValueError(argument_error(owner, name, "a number of at least 0", number, remedy))
     return float(number)
 
 
@@ -239,7 +247,8 @@ def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
     rule = "one of " + ", ".join(map(repr, choices))
     choice = check_type(owner, name, value, str, rule, remedy)
-    require(choice in choices, owner, name, rule, repr(choice), remedy)
+    if choice not in choices:
+        raise ValueError(argument_error(owner, name, rule, repr(choice), remedy))
     return str(choice)
 
 
@@ -250,7 +259,8 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
         path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
         path = ""
-    require(path and "\0" not in path, owner, name, "a valid path", repr(value), remedy)
+    if not path or "\0" in path:
+        raise ValueError(argument_error(owner, name, "a valid path", repr(value), remedy))
     return path
 
 
@@ -372,6 +382,10 @@ class DamagedState(ValueError):
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value from a manifest is a count of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+
+
+def is_positive(value: object) -> bool:
+    return isinstance(value, float) and 0 < value <= _LARGEST_FLOAT32
 
 
 def is_flag(value: object) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from ms_gradaccum.advice.loss_measurement import SMALL_SIZE
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Eager
 from ms_gradaccum.backend.snapshot import kept
@@ -20,15 +19,18 @@ def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, err
 
     def takes(rows: Rows) -> bool:
         try:
-            with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+            with kept(network.network):
                 loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
         except Exception:
             return False
         return True
 
     if takes(batch) and not takes(batch.take(range(size))):
+        remedy = "Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+        if any(not tensor.shape for tensor in batch.tensors):
+            remedy = "If they are the values of a single row, call dataset.batch(32), for example."
         text = (
             f"For '{_OWNER}', the network takes only the {batch.size} rows of the batch, but got the {size} rows of "
-            f"a micro batch. Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+            f"a micro batch. {remedy}"
         )
         error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])

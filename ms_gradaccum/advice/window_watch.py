@@ -29,7 +29,7 @@ class WindowWatch:
         self.network = network
         self.optimizers = optimizers
         self.count = count
-        self.writes = 0  # `BatchCount.writes` at the last batch.
+        self.foreign_writes = 0  # Those of the `BatchCount` at the last batch.
         self.windows = 0  # The number of full windows.
         self.restart()
 
@@ -44,9 +44,10 @@ class WindowWatch:
 
     def begin_batch(self) -> None:
         """Look for what has changed since the batch before in the same window."""
-        if self.count.writes != self.writes:  # A loaded checkpoint has the parameters and the sums of another window.
+        if self.count.foreign_writes != self.foreign_writes:
+            # A loaded checkpoint has the parameters and the sums of another window.
             self.restart()
-            self.writes = self.count.writes
+            self.foreign_writes = self.count.foreign_writes
         if not self.moved:
             for parameter, before in self.values:
                 if _differ(before, few_elements(parameter)):

@@ -96,6 +96,8 @@ class Compiled:
     def __call__(self, *tensors: Tensor, record: RunRecord | None = None) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same. ``record`` is written, not read."""
         if os.getenv("MS_JIT") == "0":
+            if record is not None:
+                record.has_run = True
             with op_by_op():
                 return self.cell(*tensors)
         shapes = tuple(map(tuple, map(_shape_of, tensors)))

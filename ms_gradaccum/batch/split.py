@@ -86,7 +86,7 @@ class Flattened:
             raise ValueError(_axis_error(f"an int or None for {item.place}", item.axis))
         tensor = item.value
         if isinstance(tensor, np.ndarray):
-            tensor = _tensor(tensor)
+            tensor = _as_tensor(tensor)
         shape = tuple(tensor.shape)
         axis = item.axis if shape else None
         self.leaves.append(Item(item.place, tensor, axis, item.in_list, shape))
@@ -113,7 +113,7 @@ def _refuse(value: object, place: str) -> None:
         )
 
 
-def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+def _as_tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
     try:
         return Tensor(array)
     except TypeError:
@@ -172,7 +172,9 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
     if len(bounds) == 1:
         return SplitBatch(batch.structure, [MicroBatch(rows, batch.tensors)])
     refuse_mappings(batch.others)
-    columns = [cut(leaf.value, leaf.axis, bounds) for leaf in batch.leaves]
+    columns = []
+    for leaf in batch.leaves:
+        columns.append(cut(leaf.value, leaf.axis, bounds))
     micro_batches = []
     for (begin, end), tensors in zip(bounds, zip(*columns)):
         micro_batches.append(MicroBatch(end - begin, tensors))

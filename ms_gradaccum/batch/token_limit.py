@@ -128,7 +128,7 @@ class TokenLimit(NamedTuple):
             return np.full(rows, longest)
         if callable(self.lengths):
             found = self.lengths(*inputs)
-            is_time_major = False
+            row_axis: BatchAxis = 0
         else:
             if not -len(inputs) <= self.lengths < len(inputs):
                 raise ValueError(
@@ -136,9 +136,9 @@ class TokenLimit(NamedTuple):
                     f"got {self.lengths}. {_LENGTHS_REMEDY}"
                 )
             found = inputs[self.lengths]
-            is_time_major = spread_axes(batch_axis, inputs)[self.lengths] == 1
+            row_axis = spread_axes(batch_axis, inputs)[self.lengths]
         array = np.asarray(found.asnumpy() if isinstance(found, Tensor) else found)
-        if is_time_major:
+        if row_axis in (1, -1):
             array = array.T
         if array.shape == (rows, longest):
             array = ((array != 0) * np.arange(1, longest + 1)).max(1)

@@ -145,7 +145,8 @@ class BatchCount:
     is_ahead = False  # True if the host has not written its number yet.
     is_stale = False  # True if the parameter may have been written after the host has read it.
     is_changed = False  # True if the number was changed elsewhere after the host set it.
-    writes = 0  # The number of reads after others, such as the loading of a checkpoint, have written the parameter.
+    # The number of reads after others, such as the loading of a checkpoint, have written the parameter.
+    foreign_writes = 0
 
     def __init__(self, buffer: GradientBuffer) -> None:
         self.buffer = buffer
@@ -164,17 +165,17 @@ class BatchCount:
             self.set(self.known)
         found = int(self.parameter.asnumpy())
         self.is_changed = self.is_changed or found != self.known
-        self.writes += self.is_stale
+        self.foreign_writes += self.is_stale
         self.is_stale = False
         self.known = found
         return found
 
-    def set(self, batches: int, writes: bool = True) -> None:
-        """Set the number. Without ``writes`` it is written later, since an update may clear it first."""
+    def set(self, batches: int, now: bool = True) -> None:
+        """Set the number. Unless ``now``, it is written later, since an update may clear it first."""
         if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
             self.known = batches
             self.is_ahead = True
-        if writes and self.is_ahead:
+        if now and self.is_ahead:
             Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
             self.is_ahead = False
         self.is_stale = self.is_changed = False

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, check_positive_float32, require
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_positive_float32
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
@@ -37,7 +37,7 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
     return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
 
 
-def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
+def pattern_indices(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
     """Return the index of the first pattern that each name matches, -1 for none. Raise if a pattern matches no name."""
     groups = [-1] * len(names)
     for group, pattern in enumerate(patterns):
@@ -236,8 +236,10 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         super().__init__()
         rule = "a dict of a norm per pattern"
         remedy = "For example {'*embedding*': 0.1, '*': 1.0}."
-        require(isinstance(limits, Mapping), "ClipByGroupNorm", "limits", rule, repr(limits), remedy, TypeError)
-        require(limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
+        if not isinstance(limits, Mapping):
+            raise TypeError(argument_error("ClipByGroupNorm", "limits", rule, repr(limits), remedy))
+        if not limits:
+            raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
         self.limits: dict[str, float] = {}
         for pattern, limit in limits.items():
             name = f"limits[{pattern!r}]"
@@ -249,7 +251,7 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         return f"limits={self.limits}"
 
     def of(self, names: Sequence[str]) -> Clip:
-        return GroupClip(list(self.limits.values()), groups_of("ClipByGroupNorm", "limits", self.limits, names))
+        return GroupClip(list(self.limits.values()), pattern_indices("ClipByGroupNorm", "limits", self.limits, names))
 
 
 class GroupClip(Clip):

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import amp, nn
 
-from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, require
+from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
 from ms_gradaccum.backend.device import device_target, runs_here
 from ms_gradaccum.backend.probes import clamps_overflow, multiply
-from ms_gradaccum.gradients.clipping import groups_of
+from ms_gradaccum.gradients.clipping import pattern_indices
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -98,10 +98,15 @@ class MixedPrecision:
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in 16 bits.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
-            require(value >= 1, _OWNER, name, "a number of at least 1", value, remedy)
+            if value < 1:
+                raise ValueError(argument_error(_OWNER, name, "a number of at least 1", value, remedy))
             object.__setattr__(self, name, value)
         value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
-        require(value < 1, _OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5.")
+        if value >= 1:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'backoff_factor' must be a number below 1, but got {value}. The default "
+                f"is 0.5."
+            )
         check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
             raise TypeError(
@@ -125,7 +130,8 @@ def _checked_reduce_dtype(given: object) -> ms.Type | dict[str, ms.Type]:
 
 def _dtype_of(name: str, value: object, choices: Sequence[object], rule: str, remedy: str) -> ms.Type:
     dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
-    require(dtype in choices, _OWNER, name, rule, repr(value), remedy)
+    if dtype not in choices:
+        raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
     return dtype
 
 
@@ -134,7 +140,7 @@ def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence
     if not isinstance(reduce_dtype, Mapping):
         return (reduce_dtype,) * len(names)
     dtypes = (*reduce_dtype.values(), ms.float32)
-    return tuple(dtypes[group] for group in groups_of(_OWNER, "reduce_dtype", reduce_dtype, names))
+    return tuple(dtypes[group] for group in pattern_indices(_OWNER, "reduce_dtype", reduce_dtype, names))
 
 
 # The type of the argument `mixed_precision`.

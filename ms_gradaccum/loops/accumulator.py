@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     check_cell,
     check_choice,
     check_type,
+    refuse_nameless,
     refuse_unknown,
     typed,
 )
@@ -140,13 +141,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         network: nn.Cell | Sequence[nn.Cell],
         optimizer: nn.Cell | Sequence[nn.Cell | Sequence[nn.Cell]],
         accumulation_steps: int = 1,
-        *,
+        *others: NoReturn,
         config: AccumulationConfig | None = None,
         **options: "Unpack[LoopOptions]",
     ) -> None:
         super().__init__(auto_prefix=False)
         refuse_unknown(_OWNER, Accumulator.__init__, options)
         self.config = merge_config(_OWNER, accumulation_steps, config)
+        refuse_nameless(_OWNER, "accumulation_steps", others)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, options.get("mixed_precision"), len(pairs))
         self.events = Events(_OWNER)
@@ -425,7 +427,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.reduce().grad_norm for trained in full]
+        norms = [trained.reduce().report.grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

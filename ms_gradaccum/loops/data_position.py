@@ -97,15 +97,20 @@ def _draws_in_python(dataset: object) -> bool:
     return any(map(_draws_in_python, dataset.children))
 
 
-def warn_of_single_rows(owner: str, dataset: Dataset) -> None:
-    """Warn of a dataset that was not batched, so that a column of its rows has no axis."""
+def is_unbatched(dataset: object) -> bool:
+    """Return whether a dataset is a pipeline that was not batched."""
     pipeline = [dataset]
     for each in pipeline:
         # A generator may hand out batches, and may not be asked twice.
-        if type(each) is ds.GeneratorDataset or "Batch" in type(each).__name__:
-            return
+        if type(each) is ds.GeneratorDataset or "Batch" in type(each).__name__ or not isinstance(each, Dataset):
+            return False
         pipeline += each.children
-    if any(not column.shape for column in first_batch(dataset)):
+    return True
+
+
+def warn_of_single_rows(owner: str, columns: Iterable[Any]) -> None:
+    """Warn if these columns of a dataset that was not batched are those of a single row, where one has no axis."""
+    if any(not column.shape for column in columns):
         warn(
             f"For '{owner}', the dataset has no batch(): it hands out single rows. Call dataset.batch(32), for example."
         )

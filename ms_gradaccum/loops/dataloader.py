@@ -11,8 +11,8 @@ from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum._checks import State, argument_error, typed
-from ms_gradaccum.loops.data_position import DataPosition, Sources, rest_of
-from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
+from ms_gradaccum.loops.data_position import DataPosition, Sources, is_unbatched, rest_of, warn_of_single_rows
+from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, arrays_in
 from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -99,6 +99,10 @@ class PreparedDataset:
                 is_last = following is _END and missing == 0
                 self.driver.data.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
                 yield batch
+                # The loop has trained this row, and has not collected others with it.
+                is_trained = place == 1 and self.handed.current is self.handed.newest
+                if is_trained and self.epoch == 0 and is_unbatched(self.dataset):
+                    warn_of_single_rows(_OWNER, arrays_in(batch))
             is_left = False
             if self.handed.are_fetched:
                 # The other ranks' batches come after those that this rank has not trained yet.
@@ -126,7 +130,7 @@ class PreparedDataset:
             return 0, Sources.now(self.ranks), None
         return position.batches, position.sources or Sources.now(self.ranks), position.random_now
 
-    def place(self) -> DataPosition:
+    def position(self) -> DataPosition:
         """Return the position of this process in its data, between two batches."""
         length = None
         if isinstance(self.dataset, (Dataset, Sized)):

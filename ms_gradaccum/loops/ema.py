@@ -14,7 +14,6 @@ from ms_gradaccum._checks import (
     check_bool,
     check_number,
     check_positive_float,
-    require,
 )
 from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
@@ -82,7 +81,10 @@ class EMA(FrozenAfterInit, Extra, Callback):
         super().__init__(auto_prefix=False)
         remedy = "0.9999 is usual: it averages about 10000 updates."
         self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
-        require(self.decay < 1, _OWNER, "decay", "a number below 1", decay, remedy)
+        if self.decay >= 1:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'decay' must be a number below 1, but got {decay}. {remedy}"
+            )
         self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, "0 means no growth.")
         # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
         shares = [1.0 - self.decay, 0.0, 0.0]

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext
 
-from ms_gradaccum._checks import argument_error, check_choice, require, warn
+from ms_gradaccum._checks import argument_error, check_choice, warn
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
 from ms_gradaccum.loops.data_position import DataPosition, SampleOrder
@@ -80,7 +80,11 @@ class Passes:
 
     def position(self, order: SampleOrder) -> DataPosition:
         """Return the position of this process in its data, after a step."""
-        require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
+        if self.in_sinks:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
+                f"{_PASSES_ONLY}"
+            )
         if not self.is_common:
             raise RuntimeError(
                 f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
@@ -131,12 +135,15 @@ class PassSteps(Callback):
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
-        if self.model.resumed_place is None:
-            remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
-            require(checkpoints, _OWNER, "callbacks", "a list with a StateCheckpoint for resume=True", "none", remedy)
+        if self.model.resumed_position is None:
+            if not checkpoints:
+                raise ValueError(
+                    f"For '{_OWNER}', the argument 'callbacks' must be a list with a StateCheckpoint for resume=True, "
+                    f"but got none. Give StateCheckpoint(directory), or call load_state(model, directory) first."
+                )
             checkpoints[0].resume_into(self.model)
-        position = self.model.resumed_place
-        self.model.resumed_place = None
+        position = self.model.resumed_position
+        self.model.resumed_position = None
         if position is None:
             return True
         position = position.among(self.passes.length, self.ranks)
@@ -177,13 +184,17 @@ class PassSteps(Callback):
     def _check_sinks(self, sink_size: int) -> None:
         """Raise for sinks that end otherwise than passes where this matters."""
         passes = self.passes
-        rule = "False if the processes have different numbers of batches"
-        remedy = "Then each process ends with its own data."
-        require(passes.common == passes.steps, _OWNER, "dataset_sink_mode", rule, True, remedy)
+        if passes.common != passes.steps:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'dataset_sink_mode' must be False if the processes have different "
+                f"numbers of batches, but got True. Then each process ends with its own data."
+            )
         got = f"{sink_size} with {passes.length} batches in a pass"
-        is_resumable = self.keeps_states or self.order.resumed is not None
-        rule = "-1 for a resumable training"
-        require(not is_resumable, _OWNER, "sink_size", rule, got, _PASSES_ONLY)
+        if self.keeps_states or self.order.resumed is not None:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, but got {got}. "
+                f"{_PASSES_ONLY}"
+            )
         length = self.train_step.body.settings.window_length
         is_whole = length.is_fixed and passes.steps % length.most == 0
         is_carried = self.model.last_window == "carry" or is_whole

@@ -170,7 +170,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             finally:
                 if trained.has_batch:
                     # Written at the end of the batch, which may have updated and cleared the buffers by then.
-                    trained.count.set(self.batches, writes=False)
+                    trained.count.set(self.batches, now=False)
 
     def weight_of(self, weight: object, trained: TrainedNetwork) -> float:
         """Return the weight of a batch: the given one or the rows that a prepared dataset knows; or warn."""
@@ -293,7 +293,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             if not trained.has_batch:
                 trained.micro_steps.join()
                 trained.has_batch = True
-                trained.count.set(self.batches, writes=False)
+                trained.count.set(self.batches, now=False)
 
     def _end_joined(self) -> None:
         """If the batch ends the window, end it as the other processes do."""

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, check_number, listed, require, warn
+from ms_gradaccum._checks import State, check_loss, check_number, check_saved, is_positive, listed, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -19,7 +19,7 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
@@ -75,6 +75,21 @@ class TrainedNetwork(Window):
     def reset(self) -> None:
         super().reset()
         self.clip = None
+
+    def state_dict(self) -> dict[str, object]:
+        state = super().state_dict()
+        if self.last_clip is not None:
+            (limit,) = self.last_clip.inputs()
+            state[type(self.last_clip).__name__] = float(limit)
+        return state
+
+    def load_state_dict(self, saved: State) -> None:
+        super().load_state_dict(saved)
+        self.last_clip = None
+        for kind in (ClipByGlobalNorm, ClipByValue):
+            if kind.__name__ in saved:
+                limits = check_saved(saved, "how its loop clips", {kind.__name__: is_positive})
+                self.last_clip = kind(limits[kind.__name__])
 
     def begin_batch(self, is_last: bool) -> None:
         """Begin a batch, maybe the last one of its window."""
@@ -317,18 +332,29 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
     networks = _as_list(network)
     groups = [_as_list(each) for each in _as_list(optimizer)]
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
-    require(networks, _OWNER, "network", "at least one", "an empty list", remedy)
-    require(groups and all(groups), _OWNER, "optimizer", "at least one per network", "an empty list", remedy)
+    if not networks:
+        raise ValueError(f"For '{_OWNER}', the argument 'network' must be at least one, but got []. {remedy}")
+    if not (groups and all(groups)):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'optimizer' must be at least one per network, but got []. {remedy}"
+        )
     if len(networks) == 1 and all(len(group) == 1 for group in groups):
         groups = [[group[0] for group in groups]]
-    got = f"{len(groups)} for {len(networks)} networks"
-    require(len(networks) == len(groups), _OWNER, "optimizer", "one per network", got, remedy)
-    twice = "one of them twice"
-    remedy = "Put all losses of a network into one cell."
-    require(_differ(networks), _OWNER, "network", "different networks", twice, remedy)
-    remedy = "Put all losses of the same weights into one cell."
-    differ = len(groups) == 1 or _differ(list(itertools.chain(*groups)))
-    require(differ, _OWNER, "optimizer", "different optimizers", twice, remedy)
+    if len(networks) != len(groups):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'optimizer' must be one per network, but got {len(groups)} for "
+            f"{len(networks)} networks. {remedy}"
+        )
+    if not _differ(networks):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'network' must be different networks, but got one of them twice. Put all "
+            f"losses of a network into one cell."
+        )
+    if len(groups) > 1 and not _differ(list(itertools.chain(*groups))):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'optimizer' must be different optimizers, but got one of them twice. Put "
+            f"all losses of the same weights into one cell."
+        )
     return list(zip(networks, groups))
 
 
@@ -363,5 +389,8 @@ def only_of(
 ) -> TrainedNetwork:
     """Return the trainer of ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)
-    require(len(chosen) == 1, owner, "network", f"one of the {len(chosen)} networks", None, remedy)
+    if len(chosen) > 1:
+        raise ValueError(
+            f"For '{owner}', the argument 'network' must be one of the {len(chosen)} networks, but got None. {remedy}"
+        )
     return chosen[0]

@@ -2,12 +2,19 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, NonCopyable, check_construct, refuse_unknown, warn_of_open
+from ms_gradaccum._checks import (
+    FrozenAfterInit,
+    NonCopyable,
+    check_construct,
+    refuse_nameless,
+    refuse_unknown,
+    warn_of_open,
+)
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
@@ -308,11 +315,13 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         optimizer: nn.Cell,
         sens: float | None = None,
         return_grad: bool = False,
+        *others: NoReturn,
         **options: "Unpack[StepOptions]",
     ) -> None:
         refuse_unknown(_OWNER, TrainOneStepCell.__init__, options)
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
+        refuse_nameless(_OWNER, "return_grad", others)
         settings = StepSettings.checked(_OWNER, **options)
         kind = check_parallel(_OWNER, settings.parallel, network)
         network = as_grad_accumulation(_OWNER, network)

@@ -10,7 +10,7 @@ from functools import partial
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import require, warn
+from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import ONE, as_flat
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -169,8 +169,11 @@ def check_shardable(optimizer: nn.Cell) -> None:
     problem = f"has {type(last).__name__} inside" if outer else ""
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         problem = "looks at whole parameters"
-    rule = "an optimizer that works element by element"
-    require(not problem, _HSDP, "optimizer", rule, f"{name}, which {problem}", remedy)
+    if problem:
+        raise ValueError(
+            f"For '{_HSDP}', the argument 'optimizer' must be an optimizer that works element by element, but got "
+            f"{name}, which {problem}. {remedy}"
+        )
     known = set(map(id, itertools.chain(*_matching(optimizer))))
     for _, cell in optimizer.cells_and_names():
         if isinstance(cell, LearningRateSchedule):

@@ -87,12 +87,15 @@ class PartitionedStep(Step):
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
         if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
             output = output._replace(updated=Tensor(False))
-        if self.events.heard:  # Otherwise do not wait for the device.
+        if self.events.heard:
             self.events.update_end(output)
+        else:  # Do not wait for the device.
+            self.events.uncounted.append(output)
         self.last_flags.append((output.overflow, output.updated))
         if len(self.last_flags) == MAX_OVERFLOWS:
             broken = all(overflow.asnumpy() and not updated.asnumpy() for overflow, updated in self.last_flags)
             self.last_flags.clear()
+            self.events.count()
             if broken:
                 raise RuntimeError(broken_gradient(self.events.owner))
         return output

@@ -81,12 +81,14 @@ class Events:
         self.micro_batches = 0
         self.updates = 0
         self.skipped_updates = 0
+        self.uncounted: list[StepOutput] = []  # Reports of windows that nobody has read yet.
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
         self.extras = nn.CellList(auto_prefix=False)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
+        self.count()
         return {name: getattr(self, name) for name in self._COUNTS}
 
     def load_state_dict(self, saved: object) -> None:
@@ -127,8 +129,17 @@ class Events:
         self.micro_batches += 1
         self.tell("on_micro_batch_end", index, rows)
 
+    def count(self) -> None:
+        """Count the windows that have ended unread."""
+        for output in self.uncounted:
+            self.updates += output.is_updated
+            self.skipped_updates += not output.is_updated
+        self.uncounted.clear()
+
     def update_end(self, output: StepOutput) -> None:
         """Count the end of a window, and call the listeners."""
+        if self.uncounted:
+            self.count()
         self.updates += output.is_updated
         self.skipped_updates += not output.is_updated
         self.tell("on_update_end", output=output)

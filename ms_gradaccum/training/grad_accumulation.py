@@ -11,13 +11,14 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
+    argument_error,
     check_cell,
     check_choice,
     check_construct,
     check_micro_size,
     check_type,
+    refuse_nameless,
     refuse_unknown,
-    require,
 )
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -130,7 +131,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         self,
         network: nn.Cell,
         micro_size: int | Literal["auto"] | None = None,
-        *,
+        *others: NoReturn,
         micro_tokens: int | None = None,
         lengths: Lengths | None = None,
         length_axis: BatchAxis = 1,
@@ -156,6 +157,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             _check_without_size(micro_size, network)
             self.token_limit = TokenLimit.checked(micro_tokens, lengths, length_axis, self.argument_names)
             self._obeyed = {}
+        refuse_nameless(_OWNER, "micro_size", others)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
         _check_losses(losses, self.weighted)
         self.losses = losses
@@ -189,8 +191,11 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
         other = self.around(nn.WithLossCell(self.network, loss_fn), _with_label(self.batch_axis, 0))
         if self.token_limit is not None:
+            lengths = self.token_limit.lengths
+            if isinstance(lengths, int) and lengths < 0:
+                lengths -= 1  # The label comes after all other inputs.
             length_axis = _with_label(self.token_limit.length_axis, 1)
-            other.token_limit = self.token_limit._replace(length_axis=length_axis)
+            other.token_limit = self.token_limit._replace(lengths=lengths, length_axis=length_axis)
         return other
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
@@ -418,7 +423,8 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     """Return ``weighted`` if it is a bool or ``"mean"``."""
     if not isinstance(weighted, bool):
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
-        require(weighted == "mean", owner, "weighted", "a bool or 'mean'", repr(weighted), remedy)
+        if weighted != "mean":
+            raise ValueError(argument_error(owner, "weighted", "a bool or 'mean'", repr(weighted), remedy))
     return weighted
 
 

@@ -64,9 +64,6 @@ class StepKind(NamedTuple):
     is_last: bool = False  # True in the last micro batch of a window, in which the network reduces its gradients.
 
 
-PLAIN = StepKind(is_empty=False)
-
-
 class BuiltSteps:
     """The micro steps of a network, each built for its first batch."""
 
@@ -201,11 +198,14 @@ class MicroSteps:
         else:
             whole = self.network.split(*inputs)
         split = whole
-        rows = batch_rows = progress.rows = sum(map(_rows_of, whole.micro_batches))
+        rows = sum(map(_rows_of, whole.micro_batches))
+        batch_rows = rows
+        progress.rows = rows
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
         kind = StepKind(is_empty=weight == 0.0)
-        step = last = self.steps.step_for(split, is_eager, kind)
+        step = self.steps.step_for(split, is_eager, kind)
+        last = step
         if is_last and self.reducers[0].accumulates:
             last = self.steps.step_for(split, is_eager, kind._replace(is_last=True))
         progress.rounds_left = len(split.micro_batches)
@@ -265,12 +265,15 @@ class MicroSteps:
         def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
             step(*self.starts(step.cell.backward_start, rows.size, batch_rows), *rows.tensors)
 
-        def run_eagerly(rows: Rows) -> None:
-            eager = self.steps.eager_step(PLAIN)
-            eager.begin_batch(rows.structure, 2)
-            run(eager, rows)
+        def run_anew(rows: Rows) -> None:
+            if isinstance(step, Compiled):
+                # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
+                run(Compiled(step.make_cell, self.settings.owner, "the network", self.network.network), rows)
+                return
+            step.begin_batch(rows.structure, 2)
+            run(step, rows)
 
-        return Program(functools.partial(run, step), run_eagerly, [each.buffer for each in self.reducers])
+        return Program(functools.partial(run, step), run_anew, [each.buffer for each in self.reducers])
 
     def _run_all(
         self,
@@ -290,7 +293,6 @@ class MicroSteps:
                     events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
                 outputs.append(step(*tensors, record=progress))
-                progress.has_run = True  # Op by op, too.
                 is_running = False
                 progress.rounds_left -= 1
                 if events.heard:

@@ -12,7 +12,6 @@ from ms_gradaccum._checks import (
     LOSS_INSIDE,
     check_bool,
     check_choice,
-    require,
     typed,
 )
 from ms_gradaccum.backend.compiled import check_compile
@@ -158,4 +157,5 @@ def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None
         kind = ValueError if is_number else TypeError
         raise kind(f"For '{owner}', the argument 'sens' must be None or 1.0, but got {typed(sens)}. {remedy}")
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
-    require(not check_bool(owner, "return_grad", return_grad, remedy), owner, "return_grad", "False", True, remedy)
+    if check_bool(owner, "return_grad", return_grad, remedy):
+        raise ValueError(f"For '{owner}', the argument 'return_grad' must be False, but got True. {remedy}")

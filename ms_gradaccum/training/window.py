@@ -25,7 +25,7 @@ from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroS
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window_end import WindowEnds
+from ms_gradaccum.training.window_end import FullWindow, WindowEnds
 
 
 def _is_batch_count(value: object) -> bool:
@@ -67,8 +67,8 @@ class Window:
         self.ranks: RankComparison | None = None
         if reducers[0].is_distributed:
             self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
-        # The report on the full window, from `reduce` until the window is reset.
-        self.report: StepOutput | None = None
+        # The window from `reduce` until it is reset.
+        self.full: FullWindow | None = None
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
         self._in_use = threading.Lock()
@@ -101,7 +101,7 @@ class Window:
     @property
     def is_reduced(self) -> bool:
         """True between `reduce` and the end of the window."""
-        return self.report is not None
+        return self.full is not None
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
@@ -213,25 +213,25 @@ class Window:
         output = self.ends.partial_output()
         return output if self.has_loss else output._replace(loss=None)
 
-    def reduce(self) -> StepOutput:
-        """Reduce the sums over the ranks, and return the report on the full window before clipping and update."""
-        if self.report is None:
+    def reduce(self) -> FullWindow:
+        """Reduce the sums over the ranks, once, before clipping and update."""
+        if self.full is None:
             try:
-                self.report = self.ends.reduce()
+                self.full = self.ends.reduce()
                 if self.ranks is not None:
                     self.ranks.end_window()
             except BaseException:
                 self.discard()
                 raise
-        return self.report
+        return self.full
 
     def close(self, clip: Clip | None = None) -> StepOutput:
         """Update, clear the buffers and return the report. A ``clip`` is for this window alone."""
-        self.reduce()
+        full = self.reduce()
         if self.advisor.is_on:
             self.advisor.before_update()
         try:
-            report = self.ends.finish(clip)
+            report = self.ends.finish(full, clip)
         except BaseException:
             self.discard()
             raise
@@ -255,7 +255,7 @@ class Window:
 
     def reset(self) -> None:
         """Forget the window that has ended."""
-        self.report = None
+        self.full = None
         self.has_loss = True
         if self.reducers[0].grads_are_reduced:
             for reducer in self.reducers:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -47,7 +48,7 @@ class WindowReduction(nn.Cell):
         self.compiled_reports: dict[bool, Compiled] = {}
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
-    def named(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
+    def reduce_and_report(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
         """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
         reduced = ops.depend(self.reducer.reduce(), done)
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
@@ -68,16 +69,21 @@ class WindowReduction(nn.Cell):
             has_no_weight = ops.logical_not(ops.greater(weight, 0.0))
             # All micro batches were dropped.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, has_no_weight))
-        report = {"loss": loss, "overflow": overflow, "loss_scale": self.loss_scale.value(), "updated": updated}
-        report["grad_norm"] = norm
-        report["clipped_grad_norm"] = norm
-        report["learning_rate"] = rate
-        report["weight"] = weight
+        report = {
+            "loss": loss,
+            "overflow": overflow,
+            "loss_scale": self.loss_scale.value(),
+            "updated": updated,
+            "grad_norm": norm,
+            "clipped_grad_norm": norm,
+            "learning_rate": rate,
+            "weight": weight,
+        }
         return bad, report
 
     def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
-        """Return what `named` does as a flat tuple, for the host."""
-        bad, report = self.named(has_rate, done)
+        """Return what `reduce_and_report` does as a flat tuple, for the host."""
+        bad, report = self.reduce_and_report(has_rate, done)
         return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
     def partial_report(self, done: Done) -> tuple[Tensor, ...]:
@@ -180,7 +186,7 @@ class WindowEnd(nn.Cell):
 
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
-        bad, report = self.reduction.named(True, done)
+        bad, report = self.reduction.reduce_and_report(True, done)
         others = self.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
@@ -255,6 +261,17 @@ class WindowEnd(nn.Cell):
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
 
+class FullWindow(NamedTuple):
+    """A full window whose sums are reduced over the ranks, before its update."""
+
+    outputs: list[StepOutput]  # One for each optimizer.
+    is_bad: Tensor  # True if the loss scale was too large, also for a micro batch that was dropped.
+
+    @property
+    def report(self) -> StepOutput:
+        return self.outputs[0]
+
+
 class WindowEnds:
     """The ends of a window for all optimizers of its network, with one norm, one decision and one loss scale."""
 
@@ -270,10 +287,6 @@ class WindowEnds:
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The reports on the last full window, one for each optimizer. Set by `reduce`.
-        self.outputs: list[StepOutput] = []
-        # True if the loss scale was too large for the window, or for a micro batch that was dropped. Set by `reduce`.
-        self.is_bad = Tensor(False)
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells: list[nn.Cell | Compiled] = []
@@ -284,15 +297,15 @@ class WindowEnds:
     def partial_output(self) -> StepOutput:
         return self.of_optimizers[0].reduction.run_partial_report()
 
-    def reduce(self) -> StepOutput:
-        """Reduce the sums of a full window, and report on it."""
+    def reduce(self) -> FullWindow:
+        """Reduce the sums of a full window."""
         if self.reducers[0].grads_are_reduced:
             self.reducers[0].check_window(self.settings.owner)
         outputs: list[StepOutput] = []
+        are_bad: list[Tensor] = []
         for end in self.of_optimizers:
             is_bad, output = end.reduce()
-            if not outputs:
-                self.is_bad = is_bad
+            are_bad.append(is_bad)
             outputs.append(output)
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
@@ -300,28 +313,24 @@ class WindowEnds:
         if limit.given is not None:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
-        self.outputs = outputs
-        return outputs[0]
+        return FullWindow(outputs, are_bad[0])
 
-    def finish(self, clip: Clip | None) -> StepOutput:
+    def finish(self, window: FullWindow, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
         if self.reducers[0].grads_are_reduced:
             self.reshard()
-        updated = self.outputs[0].is_updated
-        outputs: list[StepOutput] = []
+        updated = window.outputs[0].is_updated
         if updated:
-            try:
-                for end, output in zip(self.of_optimizers, self.outputs):
-                    outputs.append(end.finish(output, clip))
-            except BaseException:
-                if outputs:
-                    self._warn_of_half_an_update(len(outputs) + 1)
-                raise
+            window = window._replace(outputs=self._update(window.outputs, clip))
         else:
-            outputs = self._skip()
+            window = self._skip(window)
         if self.settings.precision.loss_scale.searches:
-            self._adjust_scale(updated, outputs)
-        self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
+            self._adjust_scale(updated, window)
+        outputs = window.outputs
+        if updated:
+            self.overflows_in_a_row = 0
+        elif outputs[0].has_overflow:
+            self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             # No smaller loss scale can repair such a gradient.
             self.overflows_in_a_row = 0
@@ -335,48 +344,58 @@ class WindowEnds:
         for reducer in self.reducers:
             reducer.reshard()
 
-    def _warn_of_half_an_update(self, number: int) -> None:
-        warn(
-            f"For '{self.settings.owner}', the update of optimizer {number} of {len(self.of_optimizers)} failed "
-            f"after those before it, and the window is lost. Load an earlier state."
-        )
+    def _update(self, reports: list[StepOutput], clip: Clip | None) -> list[StepOutput]:
+        """Run the optimizers. Return their reports."""
+        outputs: list[StepOutput] = []
+        try:
+            for end, report in zip(self.of_optimizers, reports):
+                outputs.append(end.finish(report, clip))
+        except BaseException:
+            if outputs:
+                warn(
+                    f"For '{self.settings.owner}', the update of optimizer {len(outputs) + 1} of "
+                    f"{len(self.of_optimizers)} failed after those before it, and the window is lost. Load an earlier "
+                    f"state."
+                )
+            raise
+        return outputs
 
-    def _skip(self) -> list[StepOutput]:
-        """Clear the buffers without an update. Return the reports."""
-        outputs = self.outputs
-        first = outputs[0]
-        if self.reducers[0].is_distributed and float(first.weight.asnumpy()) == -math.inf:
+    def _skip(self, window: FullWindow) -> FullWindow:
+        """Clear the buffers without an update. Return the window as it is reported."""
+        first = window.report
+        weight = float(first.weight.asnumpy())
+        if self.reducers[0].is_distributed and weight == -math.inf:
             warn(
                 f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
                 f"See the log of that rank."
             )
-            self.is_bad = Tensor(False)
-            outputs = [output._replace(**_nothing()) for output in outputs]
+            outputs = [output._replace(**_nothing()) for output in window.outputs]
+            window = FullWindow(outputs, is_bad=Tensor(False))
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
-        elif float(first.weight.asnumpy()) > 0:
+        elif weight > 0:  # Only the limit of the norm is left as a reason.
             self.advisor.after_high_norm(first.grad_norm, self.settings.norm_limit.given)
         for reducer in self.reducers:
             reducer.buffer.clear()
-        return outputs
+        return window
 
-    def _adjust_scale(self, updated: bool, outputs: list[StepOutput]) -> None:
+    def _adjust_scale(self, updated: bool, window: FullWindow) -> None:
         """Let the loss scale follow the window."""
-        bad = self.is_bad
-        if len(outputs) > 1:  # Another optimizer may have an overflow.
-            bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
+        bad = window.is_bad
+        if len(window.outputs) > 1:  # Another optimizer may have an overflow.
+            bad = Tensor(window.report.has_overflow or bool(bad.asnumpy()))
         self.settings.precision.loss_scale.adjust(updated, bad)
 
 
 def _nothing() -> dict[str, Tensor]:
     """Return the fields of a report on a window without a batch."""
-    unknown = Tensor(math.nan, ms.float32)
+    zero = Tensor(0.0, ms.float32)
     return {
         "overflow": Tensor(False),
-        "weight": Tensor(0.0, ms.float32),
-        "loss": unknown,
-        "grad_norm": unknown,
-        "clipped_grad_norm": unknown,
+        "weight": zero,
+        "loss": Tensor(math.nan, ms.float32),
+        "grad_norm": zero,
+        "clipped_grad_norm": zero,
     }
 
 

@@ -111,10 +111,12 @@ def _example(name: str) -> str:
 def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None:
     remedy = _example(name)
     check.check_type(owner, name, milestones, dict, "a dict", remedy)
-    check.require(milestones, owner, name, _RULE, "an empty dict", remedy)
+    if not milestones:
+        raise ValueError(check.argument_error(owner, name, _RULE, "an empty dict", remedy))
     for key, steps in milestones.items():
         check.check_type(owner, name, key, int, "a dict with ints as keys", remedy)
-        check.require(key >= 0, owner, name, "a dict with keys of at least 0", key, remedy)
+        if key < 0:
+            raise ValueError(check.argument_error(owner, name, "a dict with keys of at least 0", key, remedy))
         check.check_positive_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 
 

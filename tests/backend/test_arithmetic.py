@@ -11,8 +11,6 @@ from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend.arithmetic import add_in_place, fill_in_place, scale_in_place, sum_of_squares
 from ms_gradaccum.backend.thread_pool import in_thread_pool
 
-ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
-
 
 class Sum(nn.Cell):
     """A sum, what reads it between two additions, and what uses the second one's result."""
@@ -36,17 +34,6 @@ class SumInThreadPool(Sum):
         return before, between, ops.depend(after, in_thread_pool(ops.abs(part.sum())))
 
 
-class SumSometimes(Sum):
-    """Adds where a tensor says so, without a use of what adding returns."""
-
-    def construct(self, part):
-        for _ in range(3):
-            if part.sum() > 0:
-                add_in_place(self.total, part)
-                self.total = self.total * 2.0
-        return self.total + 0.0
-
-
 def numbers(shape, seed):
     return np.array(np.random.default_rng(seed).standard_normal(shape), np.float32)
 
@@ -67,32 +54,6 @@ def test_sums_are_those_of_numpy_bit_by_bit_without_a_product(shape, kind):
     # The three products are those of the cell: a factor of 1 is none.
     assert found.count("AssignAdd") == 2
     assert sum(name.startswith("Mul") for name in found) == 3
-
-
-def test_numbers_that_are_not_finite_or_large_are_added_as_numpy_does():
-    start, part = (np.ascontiguousarray(grid) for grid in np.meshgrid(ODD, ODD))
-    cell = Sum(start)
-    ms.set_context(mode=ms.GRAPH_MODE)
-    cell(Tensor(part))
-    with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(cell.total.asnumpy(), start + part + part)
-
-
-def test_a_view_is_added_as_what_it_shows(mode):
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    view = Tensor(numbers((4, 3), 1)).T
-    assert not view.is_contiguous()
-    ms.set_context(mode=mode)
-    cell = Sum(np.zeros((3, 4), np.float32))
-    cell(view)
-    np.testing.assert_array_equal(cell.total.asnumpy(), 2 * numbers((4, 3), 1).T)
-
-
-def test_adding_keeps_its_place_in_conditions():
-    cell = SumSometimes(np.array([1.0, 2.0], np.float32))
-    ms.set_context(mode=ms.GRAPH_MODE)
-    np.testing.assert_array_equal(cell(Tensor([1.0, 3.0])).asnumpy(), [22.0, 58.0])
-    np.testing.assert_array_equal(cell(Tensor([-1.0, 0.0])).asnumpy(), [22.0, 58.0])
 
 
 class Chain(nn.Cell):
@@ -150,22 +111,6 @@ def test_other_dtypes_are_cast_before_they_are_added(dtype):
         cell.total = Parameter(ops.ones(3, ms.float64), "total")
     cell(Tensor(np.full(3, 0.5), dtype))
     np.testing.assert_array_equal(cell.total.asnumpy(), [2.0, 2.0, 2.0])
-
-
-def test_op_by_op_it_adds_too(eager):
-    total = Parameter(Tensor([1.0, 2.0]), "total")
-    add_in_place(total, Tensor([0.5, -2.0]), Tensor(2.0))
-    np.testing.assert_array_equal(total.asnumpy(), [2.0, -2.0])
-    scale_in_place(Tensor(3.0), total)
-    np.testing.assert_array_equal(total.asnumpy(), [6.0, -6.0])
-    assert float(sum_of_squares(total).asnumpy()) == 72.0
-    fill_in_place(Tensor(-1.0), total)
-    np.testing.assert_array_equal(total.asnumpy(), [-1.0, -1.0])
-
-
-def test_a_part_of_another_shape_is_refused(mode):
-    with pytest.raises((RuntimeError, ValueError)):
-        Sum(np.zeros(2, np.float32))(Tensor(np.ones((2, 2), np.float32)))
 
 
 @pytest.mark.parametrize("columns", [1, 3])

@@ -302,35 +302,6 @@ def test_hooks_of_cells_are_refused_where_a_graph_would_not_call_them():
         step(*BATCH)
 
 
-def test_hooks_of_weights_change_the_gradient_in_pynative_mode():
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    step, compiled = line_step(), line_step(compile=True)
-    for each in (step, compiled):
-        each(*BATCH)
-        (weight,) = each.network.trainable_params()
-        weight.register_hook(lambda gradient: 3 * gradient)
-    step(*BATCH)
-    assert step.optimizer.gradients() == [3 * GRADIENT]
-    with refuses(ValueError, "'compile'", "Remove the hook"):
-        compiled(*BATCH)
-
-
-def test_a_hook_sees_what_the_whole_batch_sends_to_each_row():
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    seen = []
-    step = line_step(4)
-    step.network.network.backbone_network.register_backward_hook(lambda cell, into, out: seen.append(out[0].asnumpy()))
-    step(*BATCH)
-    # Of the mean over the 8 rows: 2 * (0 - 2x) / 8. That of a micro batch alone would be 4 times as large.
-    np.testing.assert_allclose(np.concatenate(seen), -X / 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize("wrong, kind", [(False, ValueError), (1, TypeError), ("yes", TypeError)])
-def test_compile_is_true_or_none(wrong, kind):
-    with refuses(kind, "'compile'", "True or None"):
-        line_step(compile=wrong)
-
-
 def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
     monkeypatch.setenv("MS_JIT", "0")
     step = line_step()

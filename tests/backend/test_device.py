@@ -16,15 +16,6 @@ def test_a_cell_is_built_for_a_device_while_operators_run_on_another_one():
     assert device.device_target() == here
 
 
-def test_a_device_that_is_named_is_asked_in_place_of_this_one():
-    assert [device.is_host(each) for each in device.DEVICES] == [True, False, False]
-    assert [device.can_partition(each) for each in device.DEVICES] == [False, True, True]
-    assert [device.has_data_sink(each) for each in device.DEVICES] == [False, True, True]
-    assert [device.reduces_in_order(each) for each in device.DEVICES] == [True, False, True]
-    with device.built_for("GPU"):
-        assert not device.can_partition("CPU") and device.is_host("CPU")
-
-
 def test_a_tensor_is_in_the_memory_of_the_host_if_the_device_is_the_host():
     tensor = Tensor([1.0, 2.0])
     view = tensor.asnumpy()

@@ -120,12 +120,6 @@ def dynamic_decay_groups(network):
     return nn.Momentum(groups, 0.01, 0.9, use_nesterov=True)
 
 
-def experimental_groups(network):
-    weights, biases = weights_and_biases(network)
-    groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
-    return experimental.SGD(groups, lr=0.01, momentum=0.9)
-
-
 def mint_groups(network):
     weights, biases = weights_and_biases(network)
     groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
@@ -281,33 +275,6 @@ def test_output_reports_the_learning_rates_that_the_update_used(mode):
         expected = [rate_at(rate, update) for rate in RATES]
         # The powers in a compiled schedule differ from those of an eager one by 1e-5.
         np.testing.assert_allclose(output.learning_rate.asnumpy(), expected, rtol=1e-4)
-
-
-def test_a_list_of_learning_rates_gives_one_to_each_update():
-    rates = [0.001, 0.01, 0.003, 0.004]
-    make_optimizer = trainable(nn.SGD, rates)
-    outputs, values = accumulate(one_layer, make_optimizer, 4, [ms.GRAPH_MODE])[ms.GRAPH_MODE]
-    assert_like_whole_batch(WholeBatch(one_layer, make_optimizer), outputs, values)
-    np.testing.assert_allclose([float(output.learning_rate.asnumpy()) for output in outputs], rates, rtol=1e-6)
-
-
-def test_a_scheduler_of_mindspore_experimental_acts_between_updates(mode):
-    def train_with_scheduler(make_step):
-        network = one_layer()
-        optimizer = experimental_groups(network)
-        scheduler = experimental.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        step = make_step(network, optimizer)
-        outputs = []
-        for batch in batches():
-            outputs += train(step, [batch])
-            scheduler.step()
-        return outputs, values_of(all_parameters(network, optimizer))
-
-    _, expected = train_with_scheduler(lambda *args: nn.TrainOneStepCell(*args).set_train())
-    outputs, values = train_with_scheduler(lambda *args: accumulated_step(*args, micro_size=4))
-    assert_same(values, expected)
-    rates = [output.learning_rate.asnumpy() for output in outputs]
-    np.testing.assert_allclose(rates, np.outer([1, 0.5, 0.25, 0.125], [0.02, 0.01]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,6 @@ def test_they_are_means_over_the_rows_of_the_window(losses, mode):
     check_window(losses, None)
 
 
-# In GRAPH mode it makes no difference.
-def test_so_they_are_compiled_in_pynative_mode():
-    check_window("sum", True)
-
-
 def check_window(losses, compile):
     # A mean of the means of the micro batches would be another number.
     assert abs(means(*halves(*FIRST), *halves(*SECOND), weigh=lambda x, y: 1) - ALL).min() > 0.01
@@ -250,14 +245,6 @@ def test_a_state_of_another_word_is_refused(tmp_path, eager):
     save_state(step, tmp_path)
     with refuses(ValueError, "it lacks accu_grads.weight.window_other_losses"):
         load_state(step_of(One(), accumulation_steps=2), tmp_path)
-
-
-def test_a_state_without_names_is_refused_by_a_step_with_names(tmp_path, eager):
-    step = step_of(accumulation_steps=2)
-    step(*tensors(*FIRST))
-    save_state(step, tmp_path)
-    with pytest.raises(ValueError, match="accu_grads.weight.window_other_losses"):
-        load_state(step_of(losses=NAMES, accumulation_steps=2), tmp_path)
 
 
 def test_names_give_their_number_before_the_first_batch():

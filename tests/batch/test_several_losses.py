@@ -10,7 +10,7 @@ from quick_mindspore import eagerly
 from refusal import refuses
 from step_probe import KeepGradients, keeping_step, number, tensors
 
-from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
+from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 2], [1, 1]])
 Y = np.float32([[1], [0], [2], [1], [3]])
@@ -111,15 +111,6 @@ def test_several_losses_without_a_word_are_refused(form, network_mode):
     assert all(np.array_equal(a, b.asnumpy()) for a, b in zip(before, step.get_parameters()))
 
 
-def test_a_loss_cell_without_a_grad_accumulation_is_refused_too(eager):
-    network = Losses(three)
-    with refuses(ValueError, "'losses'"):
-        TrainOneStepCell(network, KeepGradients(network.trainable_params()))(*tensors(X, Y))
-    network = Losses(three)
-    with refuses(ValueError, "'losses'"):
-        Accumulator(network, KeepGradients(network.trainable_params())).backward(*tensors(X, Y))
-
-
 class Pairs(nn.Cell):
     """Pairs of a sum and a weight."""
 
@@ -170,9 +161,3 @@ def test_the_word_goes_with_the_cell_into_half_precision_and_verify(eager):
     assert verify(loss_cell, tensors(X, Y), None, reference=network).equal
     step = TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), mixed_precision="fp16")
     assert number(step(*tensors(X, Y)).loss) == pytest.approx(by_mindspore(three, 3)[0], rel=2e-3)
-
-
-def test_token_mean_loss_needs_no_word(eager):
-    backbone = nn.Dense(2, 3)
-    step = keeping_step(TokenMeanLoss(backbone), 2)
-    assert number(step(Tensor(X), Tensor(np.int32([0, 1, 2, 0, -100]))).weight) == 4

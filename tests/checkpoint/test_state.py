@@ -155,6 +155,34 @@ def test_a_loop_that_is_saved_inside_a_batch_has_the_sums_of_that_batch(batches,
     assert fresh.drop() == batches + 1
 
 
+@pytest.mark.parametrize("clip", [("clip_grad_norm", 0.05), ("clip_grad_value", 0.02)])
+def test_a_loop_flushes_with_the_clip_that_it_had_before_its_state(clip, tmp_path):
+    name, limit = clip
+
+    def build():
+        network = line(3)
+        return Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+
+    def flushed(accumulator):
+        accumulator.flush()
+        return bits_of(accumulator)
+
+    accumulator = build()
+    for x, y in BATCHES[:3]:
+        accumulator.backward(x, y)
+        getattr(accumulator, name)(limit)
+        accumulator.step()
+    save_state(accumulator, tmp_path)
+    expected = flushed(accumulator)
+    fresh = build()
+    load_state(fresh, tmp_path)
+    assert flushed(fresh) == expected
+    # Without its clip, it would have been another update.
+    load_state(fresh, tmp_path)
+    fresh.windows[0].last_clip = None
+    assert flushed(fresh) != expected
+
+
 class Centred(nn.Cell):
     """A network that moves a buffer in each forward pass, and one that its state does not have."""
 

@@ -6,7 +6,6 @@ import json
 import types
 
 import mindspore as ms
-import numpy as np
 import pytest
 from linear_toy import line, sgd
 from mindspore import Parameter, Tensor, nn
@@ -23,7 +22,6 @@ from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
 UPDATED, SKIPPED = (types.SimpleNamespace(is_updated=flag) for flag in (True, False))
-X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
 
 
 class OwnScale(ms.amp.LossScaleManager):
@@ -77,43 +75,10 @@ def new_window():
     return window_of(step)
 
 
-def used_window(window):
-    window.add((X, X), {})
-    window.count.set(2)
-    window.loss_scale.adjust(Tensor(False), Tensor(True))
-    window.ends.overflows_in_a_row = 5
-
-
-def new_loop(kind):
-    network = line()
-    optimizer = optim.SGD(network.trainable_params(), lr=0.01)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, 2)
-    accumulator.prepare(optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    loop = accumulator.driver
-    loop.accumulator = accumulator
-    return loop.windows[0] if kind == "network" else loop
-
-
-def used_loop(loop):
-    for _ in range(3):
-        loop.accumulator.backward(X, X)
-        loop.accumulator.step()
-        for scheduler in loop.schedulers:
-            scheduler.step()
-
-
-def used_network(network):
-    network.backward((X, X), {})
-    network.count.set(1)
-
-
+# Those that the trainings of test_state.py do not have.
 OBJECTS = {
-    "events": (lambda: Events("it"), used_events),
     "scheduler": (new_scheduler, used_scheduler),
     "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
-    "window": (new_window, used_window),
-    "network": (lambda: new_loop("network"), used_network),
-    "loop": (lambda: new_loop("loop"), used_loop),
 }
 
 
@@ -164,17 +129,6 @@ def test_an_object_that_refuses_a_state_is_as_it_was(name):
     assert tried > 4
 
 
-def test_what_counted_alike_goes_on_alike():
-    ours, theirs = Events("it"), Events("it")
-    used_events(ours)
-    theirs.load_state_dict(ours.state_dict())
-    for events in (ours, theirs):
-        events.micro_batch_end(1, 2)
-        events.update_end(UPDATED)
-    assert ours.state_dict() == theirs.state_dict()
-    assert (theirs.updates, theirs.skipped_updates, theirs.micro_batches) == (3, 1, 5)
-
-
 @pytest.mark.parametrize("count", [True, -1, 1.5, 2**62, "1", None])
 def test_a_count_is_a_whole_number(count):
     events = Events("it")
@@ -184,7 +138,8 @@ def test_a_count_is_a_whole_number(count):
 
 @pytest.mark.parametrize("updates", [2**62, True, "1"])
 def test_the_updates_of_a_loop_are_a_whole_number(updates):
-    loop = new_loop("loop")
+    network = line()
+    loop = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network)).driver
     saved = loop.state_dict()
     with refuses(DamagedState, "how many batches and updates its loop"):
         loop.load_state_dict({**saved, "counter": {**saved["counter"], "updates": updates}})

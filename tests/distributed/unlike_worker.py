@@ -254,15 +254,15 @@ def train_on_after_an_error(kind, failure):
         "Momentum", accumulation_steps=2, parallel=KINDS[kind], check_loss=kind == "data parallel"
     )
     step.add_callback(Fails(*FAILURES[failure]))
-    key, updated = f"{kind}, {failure}", []
+    key, ended = f"{kind}, {failure}", []
     with noting(key) as errors:
         for number in range(4):
             try:
                 output = step(*[Tensor(array) for array in share(batch(number), rank, 2)])
-                updated.append(bool(output.updated.asnumpy()))
+                ended.append(output.ends_window)
             except Failure as error:
                 errors.append(str(error))
-    results[key] = [weights_of(network), step.events.updates, step.events.skipped_updates, step.open_batches()]
+    results[key] = [weights_of(network), step.events.updates, step.events.skipped_updates, step.open_batches(), ended]
 
 
 def give_one_batch_wrong():

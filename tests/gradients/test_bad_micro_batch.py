@@ -166,9 +166,3 @@ def test_accumulator_leaves_out_batches_of_either_way(eager):
                 output = accumulator.step()
         np.testing.assert_allclose(optimizer.gradients()[0], mean_gradient(data()), rtol=1e-5)
         assert (number(output.updated), number(output.weight)) == (True, ROWS)
-
-
-def test_an_unknown_choice_is_refused_in_a_sentence():
-    for build_with in (build, lambda cell, **kw: Accumulator(cell, KeepGradients(cell.trainable_params()), **kw)):
-        with refuses(ValueError, "'bad_micro_batch'", "'drop' leaves out"):
-            build_with(Squares(), bad_micro_batch="skip")

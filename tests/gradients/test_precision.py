@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from refusal import refuses
 from step_probe import number, tensors
 
-from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
 from ms_gradaccum.backend import probes
 from ms_gradaccum.gradients import mixed_precision, network_precision
 
@@ -129,19 +129,6 @@ def test_a_loss_cell_of_ones_own_is_converted_but_for_mindspores_losses(level, e
     assert number(output.loss) == pytest.approx(np.square(1000 * Y).mean(), rel=1e-2)
 
 
-def test_the_token_mean_is_computed_in_float32(eager):
-    network = Network()
-    step = TrainOneStepCell(
-        GradAccumulation(TokenMeanLoss(network), 2), nn.SGD(network.trainable_params(), 0.5), mixed_precision="O3"
-    )
-    labels = Tensor(np.int32([0, 1, 2, 3, -100, -100, -100, -100]))
-    output = step(Tensor(X), labels)
-    logits = Network()(Tensor(X[:4])).asnumpy()
-    losses = np.log(np.exp(logits).sum(-1)) - logits[range(4), range(4)]
-    assert number(output.loss) == pytest.approx(losses.mean(), rel=2e-3)
-    assert number(output.weight) == 4 and number(output.updated)
-
-
 class SmallGradient(nn.Cell):
     """A gradient of 2 ** -30, which is 0 in float16, unless the loss is scaled."""
 
@@ -217,16 +204,6 @@ def test_a_network_is_converted_once(eager):
         TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O3")
 
 
-@pytest.mark.parametrize("name, remedy", [("fp8", "MixedPrecision(...)"), ("half", "Did you mean 'fp16'?")])
-def test_unknown_names_are_refused_in_a_sentence(name, remedy):
-    for owner, build in (("TrainOneStepCell", TrainOneStepCell), ("Accumulator", Accumulator)):
-        network = line()
-        with refuses(ValueError, f"For '{owner}'", "'mixed_precision'", remedy):
-            build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=name)
-    with refuses(ValueError, "'mixed_precision'"):
-        toy(mixed_precision=name)
-
-
 @pytest.mark.parametrize("mixed_precision", ["bf16", MixedPrecision(ms.bfloat16, "O2")])
 def test_bfloat16_is_refused_where_the_device_has_none(mixed_precision):
     with refuses(ValueError, "'mixed_precision'", "Use float16"):
@@ -275,11 +252,11 @@ def test_settings_that_contradict_each_other_are_refused(settings, error, key):
         toy(**settings)
 
 
-@pytest.mark.parametrize("dtype", ["fp8", ms.float32, None])
-def test_other_dtypes_are_refused(dtype):
-    with refuses(ValueError, "'dtype'"):
-        MixedPrecision(dtype, "O1")
+def test_a_dtype_may_be_given_by_its_name():
     assert MixedPrecision("fp16", "O2") == MixedPrecision(ms.float16, "O2")
+    for dtype in (ms.float32, None):
+        with refuses(ValueError, "'dtype'"):
+            MixedPrecision(dtype, "O1")
 
 
 def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
@@ -290,10 +267,9 @@ def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
     assert mixed_precision.combined("Model", None, "O0", None) is None
 
 
-@pytest.mark.parametrize("given", [{}, {1: "fp16"}, {ms.float16: "fp16"}])
-def test_a_dict_of_dtypes_has_patterns(given):
+def test_a_dict_of_dtypes_has_patterns():
     with refuses(ValueError, "'reduce_dtype'"):
-        MixedPrecision(reduce_dtype=given)
+        MixedPrecision(reduce_dtype={1: "fp16"})
     with refuses(ValueError, "float16 or bfloat16"):
         MixedPrecision(reduce_dtype={"*": "int8"})
 

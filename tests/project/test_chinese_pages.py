@@ -95,12 +95,6 @@ def figures_of(text):
     return {number for number in numbers if "." in number or len(number) > 2}
 
 
-def differing(ours, theirs):
-    """The places whose facts differ."""
-    places = sorted(ours.keys() | theirs.keys())
-    return {place: (ours.get(place), theirs.get(place)) for place in places if ours.get(place) != theirs.get(place)}
-
-
 def outline_of(text):
     """The levels of the headings."""
     return [len(level) for level in re.findall(r"^(#+) ", _BLOCK.sub("", text), re.M)]
@@ -126,24 +120,10 @@ def test_a_chinese_page_was_looked_at_after_the_last_change_of_its_twin(twin, pa
     assert twin.read_text().partition("\n")[0] == head_of(page), f"{page.name} has changed: see {__file__}"
 
 
+@pytest.mark.parametrize("of", [code_of, cells_of, figures_of, outline_of])
 @pytest.mark.parametrize("twin, page", pairs())
-def test_code_is_the_same(twin, page):
-    assert code_of(twin.read_text()) == code_of(page.read_text())
-
-
-@pytest.mark.parametrize("twin, page", pairs())
-def test_tables_have_the_same_numbers_and_names(twin, page):
-    assert differing(cells_of(twin.read_text()), cells_of(page.read_text())) == {}
-
-
-@pytest.mark.parametrize("twin, page", pairs())
-def test_the_text_has_the_same_figures(twin, page):
-    assert figures_of(twin.read_text()) == figures_of(page.read_text())
-
-
-@pytest.mark.parametrize("twin, page", pairs())
-def test_sections_are_the_same(twin, page):
-    assert outline_of(twin.read_text()) == outline_of(page.read_text())
+def test_code_tables_figures_and_sections_are_the_same(twin, page, of):
+    assert of(twin.read_text()) == of(page.read_text())
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: str(twin.relative_to(ROOT)))

@@ -64,6 +64,13 @@ def test_the_first_tier_tries_a_tenth_of_the_examples(monkeypatch):
         tiers.settings.load_profile("as before")
 
 
+HOOK = """
+import pathlib, pytest, tiers
+tiers.FILE = pathlib.Path(__file__).with_name('second_tier.txt')
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items): tiers.mark(items)
+"""
 TRIED = """
 import pytest
 
@@ -99,11 +106,7 @@ def test_pairs(name, number): pass
 def test_what_is_listed_marked_or_needs_four_processes_is_the_second_tier(choice, chosen, tmp_path):
     (tmp_path / "test_tried.py").write_text(TRIED)
     (tmp_path / "second_tier.txt").write_text("# Why.\n\ntest_tried.py::test_listed\n")
-    hook = "import tiers, pathlib\ntiers.FILE = pathlib.Path(__file__).with_name('second_tier.txt')\n"
-    hook += (
-        "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items): tiers.mark(items)\n"
-    )
-    (tmp_path / "conftest.py").write_text(hook)
+    (tmp_path / "conftest.py").write_text(HOOK)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = second_tier: see the file\n")
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     command += ["-m", choice, "test_tried.py"]
@@ -123,8 +126,9 @@ def test_what_is_listed_marked_or_needs_four_processes_is_the_second_tier(choice
     ids=str,
 )
 def test_the_command_chooses_a_tier(arguments, given, tmp_path):
-    for name in ("run.sh", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ms_gradaccum").mkdir()
+    for name in ("run.sh", "pyproject.toml", "setup.py", "ms_gradaccum/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("python", "ruff", "mypy", "pytest"):

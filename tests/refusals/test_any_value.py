@@ -36,7 +36,13 @@ from ms_gradaccum import (
 from ms_gradaccum.gradients.mixed_precision import check_precision
 
 LIMITS = st.floats(1e-30, 1e30) | st.integers(1, 10**30)
+SCALES = st.floats(1, 1e30)
 COUNTS = st.integers(1, 2**31 - 1)
+# What is taken of these is above 0 and no Inf as a float32.
+POSITIVE = (LIMITS, SCALES, COUNTS)
+# Arguments that take True, which is a number for no other.
+FLAGS = "weighted sync_each_batch check_weights mean sync_with_dataloader live weight_norm compile check_loss"
+FLAGS += " drop_remainder losses token_weights"
 BOOLS = st.booleans()
 CELLS = st.builds(loss_cell)
 CLIPS = st.sampled_from([None, ClipByValue(1.0), ClipByGlobalNorm(2)])
@@ -105,6 +111,7 @@ def weights_of(network):
 
 
 TRAINING = {"clip": CLIPS, "mixed_precision": SCALERS, "parallel": KINDS, "bad_micro_batch": FATES}
+TRAINING |= {"skip_above": st.none() | LIMITS, "compile": st.none(), "check_loss": BOOLS}
 AXES = st.sampled_from([0, 1, None, -1, (0, None), [0, 0], {"x": 0}, ((0, None), 0)])
 PLAN = {
     "dataset_size": st.integers(1, 1000),
@@ -121,7 +128,19 @@ CALLS = [
         {"network": CELLS, "micro_size": COUNTS, "weighted": BOOLS, "batch_axis": AXES},
         ("network", "micro_size"),
     ),
-    Call(TokenMeanLoss, {"backbone": st.builds(line), "ignore_index": st.integers(-(2**31), 2**31 - 1)}, ("backbone",)),
+    Call(
+        TokenMeanLoss,
+        {
+            "backbone": st.builds(line),
+            "ignore_index": st.integers(-(2**31), 2**31 - 1),
+            "block_tokens": st.none() | COUNTS,
+            "label_smoothing": st.floats(0, 0.99),
+            "z_loss": st.floats(0, 1),
+            "logit_softcap": st.none() | LIMITS,
+            "token_weights": BOOLS,
+        },
+        ("backbone",),
+    ),
     clips(ClipByGlobalNorm, "max_norm"),
     clips(ClipByValue, "limit"),
     Call(ClipByGroupNorm, {"limits": st.dictionaries(st.text(min_size=1), LIMITS, min_size=1)}, ("limits",)),
@@ -141,7 +160,7 @@ CALLS = [
         {
             "dtype": st.sampled_from([ms.float16, "fp16"]),
             "level": st.sampled_from(["O0", "O1", "O2", "O3", "auto"]),
-            "init_scale": st.floats(1, 1e30),
+            "init_scale": SCALES,
             "growth_factor": st.floats(1, 100),
             "backoff_factor": st.floats(1e-30, 1, exclude_max=True),
             "growth_interval": COUNTS,
@@ -189,23 +208,34 @@ CALLS = [
 
 
 def check(call, values, may_be_bad):
-    """Call, use what was made, and return whether it was refused."""
+    """Call, use what was made, and return the sentence with which it was refused."""
     made, said = attempt(call.make, **values)
     assert may_be_bad or said is None, f"good values were refused: {said}"
     if made is not None:
         call.use(made)
-    return said is not None
+    return said
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_one_odd_argument(call):
+    """It is refused by its name and with the value that it got."""
     good = {name: find(call.good[name], lambda _: True) for name in call.needed}
-    refused = dict.fromkeys(call.good, 0)
     for name in call.good:
+        taken = []
         for make in ODD:
-            refused[name] += check(call, {**good, name: make()}, True)
-    # No argument takes most of them; but that of a reporter that looks at nothing is not looked at.
-    assert [name for name, count in refused.items() if count < len(ODD) / 2] == call.takes_anything
+            value = make()
+            said = check(call, {**good, name: value}, True)
+            if said is None:
+                taken.append(value)
+            else:
+                assert "but got" in said
+                assert name in said or "must have at most" in said  # A plan has a limit for the product of several.
+        # That of a reporter that looks at nothing is not looked at.
+        assert len(taken) <= len(ODD) / 2 or name in call.takes_anything
+        assert name in FLAGS.split() or name in call.takes_anything or not any(value is True for value in taken)
+        if call.good[name] in POSITIVE:
+            numbers = [value for value in taken if isinstance(value, (int, float, np.number))]
+            assert all(0 < np.float32(number) < np.inf for number in numbers), taken
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -334,12 +364,15 @@ STOCK_METRICS = r"For 'get_metrics'|The argument 'eval_indexes'|If `metrics` is 
 def test_model(name):
     network = line()
     good = {"network": network, "loss_fn": nn.MSELoss(), "optimizer": sgd(network), "metrics": {"mse"}}
+    refused = 0
     for make in ODD:
         if name in ("metrics", "eval_indexes") and not isinstance(make(), (int, str)):
             continue  # MindSpore takes nests for names of metrics and looks them up.
         model, said = attempt(Model, **{**good, name: make()}, stock=STOCK_METRICS)
         assert said or model.train_network is not None
+        refused += said is not None
         del model  # It has the optimizer.
+    assert refused > len(ODD) / 4 or name == "eval_indexes"  # Without an eval_network nobody looks at them.
     assert Model(**good).train_network.network.micro_size == 1
 
 

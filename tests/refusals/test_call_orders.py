@@ -23,28 +23,6 @@ from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_s
 GRAD = Tensor([[1.0]])
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside a window", "at its end"])
-def test_a_wrong_limit_is_refused_in_every_batch(inside):
-    _, accumulator = toy_loop(2 if inside else 1)
-    with accumulator.accumulate():
-        accumulator.backward(*FOUR[0])
-        with refuses(ValueError, "'max_norm'"):
-            accumulator.clip_grad_norm(0)
-        with refuses(TypeError, "'limit'"):
-            accumulator.clip_grad_value("1")
-
-
-def test_accumulate_inside_accumulate():
-    network, accumulator = toy_loop(4)
-    for each in FOUR:
-        with accumulator.accumulate():
-            accumulator.backward(*each)
-            with refuses(RuntimeError, "Write one 'with' per"), accumulator.accumulate():
-                pass
-            accumulator.step()
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-
-
 def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
     network, accumulator = toy_loop(4)
     for each in FOUR:
@@ -55,16 +33,6 @@ def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
                     second()
             accumulator.step()
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-
-
-def test_a_full_window_waits_for_its_step():
-    network, accumulator = toy_loop(2)
-    accumulator.backward(*FOUR[0]), accumulator.backward(*FOUR[1])
-    for _ in range(2):
-        with refuses(RuntimeError, "batch in no_sync()"):
-            accumulator.backward(*FOUR[2])
-    accumulator.step()
-    assert weight_of(network) == pytest.approx(0.6) and updates_of(accumulator, FOUR[:2]) == [False, True]
 
 
 def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
@@ -85,28 +53,6 @@ def test_a_window_is_clipped_in_one_way():
     with refuses(RuntimeError, "clip_grad_norm() and clip_grad_value()"):
         accumulator.clip_grad_value(1.0)
     assert number(accumulator.step().clipped_grad_norm) == 1
-
-
-@pytest.mark.parametrize("place", ["before backward", "wrong batch", "after backward"])
-def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
-    network, accumulator = toy_loop(4)
-    updates_of(accumulator, FOUR[:3])
-    (buffer,) = [each.buffer for each in accumulator.windows[0].reducers]
-    before = [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)]
-    with pytest.raises((OSError, ValueError)), accumulator.accumulate():
-        assert accumulator.sync_gradients
-        if place == "wrong batch":
-            accumulator.backward(FOUR[3][0], Tensor(X[:1]))
-        if place == "after backward":
-            accumulator.backward(*FOUR[3])
-        raise OSError
-    if place != "after backward":
-        assert [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)] == before
-        assert not accumulator.sync_gradients and updates_of(accumulator, FOUR[3:]) == [True]
-    else:
-        accumulator.step()
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-    assert updates_of(accumulator, FOUR) == [False, False, False, True]
 
 
 def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
-from mindspore import Tensor, nn, value_and_grad
+from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from refusal import loss_cell, refuses, warns
 
@@ -38,6 +38,23 @@ def a_loss_in_place_of_a_number(cell, optimizer):
 
 def a_loss_before_the_optimizer_of_a_loop(cell, optimizer):
     Accumulator(cell, nn.MSELoss(), optimizer)
+
+
+def a_loss_before_the_number(cell, optimizer):
+    """Answered with 'takes from 2 to 3 positional arguments', as the next two were."""
+    GradAccumulation(cell, nn.MSELoss(), 4)
+
+
+def a_loss_after_the_number(cell, optimizer):
+    GradAccumulation(cell, 4, nn.MSELoss())
+
+
+def a_loss_before_the_optimizer_and_the_number(cell, optimizer):
+    Accumulator(cell, nn.MSELoss(), optimizer, 4)
+
+
+def a_loss_before_the_optimizer_and_the_number_of_a_step(cell, optimizer):
+    TrainOneStepCell(cell, nn.MSELoss(), optimizer, 4, True)
 
 
 def a_loss_by_name(cell, optimizer):
@@ -81,6 +98,10 @@ MISTAKES = {
     a_loss_in_place_of_the_optimizer: ("'optimizer'", LOSS_INSIDE),
     a_loss_in_place_of_a_number: ("'micro_size'", LOSS_INSIDE),
     a_loss_before_the_optimizer_of_a_loop: ("'accumulation_steps'", LOSS_INSIDE),
+    a_loss_before_the_number: ("'micro_size'", LOSS_INSIDE),
+    a_loss_after_the_number: ("after 'micro_size' need a name", LOSS_INSIDE),
+    a_loss_before_the_optimizer_and_the_number: ("'accumulation_steps'", LOSS_INSIDE),
+    a_loss_before_the_optimizer_and_the_number_of_a_step: ("'sens'", LOSS_INSIDE),
     a_loss_by_name: ("'loss_fn'", LOSS_INSIDE),
     a_loss_around: ("'network'", "Put it outside: GradAccumulation(WithLossCell(...), 4)"),
     rows_of_a_micro_batch: ("Did you mean micro_size", "not their rows"),
@@ -127,18 +148,39 @@ def test_a_list_of_batches_is_shown_in_one_line():
     assert str(raised.value).count("\n") == 0 and len(str(raised.value)) < 400
 
 
-def of_rows(dataset):
-    """Return the warnings of a Model about the rows of a dataset."""
+def by_model(dataset):
     network = line()
+    Model(network, nn.MSELoss(), sgd(network), check_loss=False).train(1, dataset)
+
+
+def by_loop(dataset, collated=1):
+    """Train each row, or so many at once."""
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
+    prepared = accumulator.prepare(dataset)
+    for _ in range(2):
+        rows = []
+        for row in prepared:
+            rows.append(row)
+            if len(rows) == collated:
+                columns = rows[0] if collated == 1 else [ops.stack(column) for column in zip(*rows)]
+                accumulator.backward(*columns)
+                accumulator.step()
+                rows.clear()
+
+
+def told_of_rows(train, *args):
+    """Return the warnings about the rows of a dataset."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GradAccumulationWarning)
-        Model(network, nn.MSELoss(), sgd(network), check_loss=False).train(1, dataset)
+        train(*args)
     return [str(each.message) for each in caught if "batch()" in str(each.message)]
 
 
-def test_a_dataset_without_batch_is_told():
+@pytest.mark.parametrize("train", [by_model, by_loop])
+def test_a_dataset_without_batch_is_told(train):
     rows = NumpySlicesDataset((X, X[:, 0]), shuffle=False)
-    (said,) = of_rows(rows)
+    (said,) = told_of_rows(train, rows)
     assert "it hands out single rows" in said
     # Batched, or with whole batches as its rows, or made by a generator, which may hand out batches.
     for fine in (
@@ -146,7 +188,21 @@ def test_a_dataset_without_batch_is_told():
         NumpySlicesDataset((X.reshape(2, 4, 1),) * 2),
         GeneratorDataset(lambda: iter([(X, X)]), ["x", "y"]),
     ):
-        assert of_rows(fine) == []
+        assert told_of_rows(train, fine) == []
+
+
+def test_a_generator_of_single_rows_is_told_where_their_values_are_split():
+    """Nothing but the failure shows that a generator hands out rows."""
+    network = nn.Dense(4, 3)
+    rows = GeneratorDataset(lambda: iter([(np.ones(4, np.float32), np.int32(1))]), ["x", "y"])
+    model = Model(GradAccumulation(nn.WithLossCell(network, nn.CrossEntropyLoss()), 2), optimizer=sgd(network))
+    with warnings.catch_warnings(), refuses(ValueError, "takes only the 4 rows", "call dataset.batch(32)"):
+        warnings.simplefilter("error", GradAccumulationWarning)
+        model.train(1, rows)
+
+
+def test_a_loop_that_collates_rows_itself_is_not_told():
+    assert told_of_rows(by_loop, NumpySlicesDataset((X, X[:, 0]), shuffle=False), 4) == []
 
 
 @pytest.mark.parametrize("trains", [False, True])

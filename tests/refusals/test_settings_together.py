@@ -31,28 +31,12 @@ def with_the_same_network_twice():
     return Accumulator([cell, cell], [sgd(cell), sgd(cell)])
 
 
-def inside_another():
-    inner = GradAccumulation(loss_cell(), 2)
-    return GradAccumulation(inner, 2)
-
-
-def deep_inside_another():
-    inner = GradAccumulation(loss_cell(), 2)
-    return GradAccumulation(nn.WithLossCell(inner, nn.MSELoss()), 2)
-
-
 def a_step_and(**more):
     network = line()
     return Model(TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network)), **more)
 
 
 TOGETHER = {
-    "one inside another": (inside_another, "'network'", "product of both micro_size"),
-    "one deep inside another": (
-        deep_inside_another,
-        "'network'",
-        "Put it outside: GradAccumulation(WithLossCell(...), 2)",
-    ),
     "a step and a stranger's optimizer": (
         lambda: new_step(optimizer=sgd(nn.Dense(1, 1))),
         "'optimizer'",

@@ -34,7 +34,10 @@ def test_a_partitioned_training_without_updates_ends():
     with refuses(RuntimeError, "Inf or NaN"):
         partitioned(*[False] * 100)
     # One update among them, and 99 without one after it.
-    assert len(partitioned(*[False] * 50, True, *[False] * 99).last_flags) == 50
+    step = partitioned(*[False] * 50, True, *[False] * 99)
+    assert len(step.last_flags) == 50
+    counted = step.events.state_dict()
+    assert (counted["batches"], counted["updates"], counted["skipped_updates"]) == (150, 1, 149)
 
 
 def test_a_partitioned_step_refuses_to_join():

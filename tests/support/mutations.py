@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         "the clip sees gradients before they are unscaled",
         "training/window_end.py",
-        "WindowReduction.named",
+        "WindowReduction.reduce_and_report",
         "NORM = NORM * SCALE.unscaled(INVERSE)",
         "NORM = NORM * INVERSE",
         CLIPS,
@@ -92,7 +92,7 @@ MUTATIONS = (
     Mutation(
         "the norm is that of the sums, before the division",
         "training/window_end.py",
-        "WindowReduction.named",
+        "WindowReduction.reduce_and_report",
         "NORM = NORM * SCALE.unscaled(INVERSE)",
         "NORM = SCALE.unscaled(NORM)",
         CLIPS,
@@ -334,7 +334,7 @@ return METHOD(**SETTINGS)
         "_write",
         "COUNT.is_stale = True",
         "",
-        ("gradients/test_batch_count.py", "loops/test_accumulator.py"),
+        ("training/test_device_reads.py", "loops/test_accumulator.py"),
     ),
     Mutation(
         "a gradient is divided by the rows of an earlier batch",

@@ -89,11 +89,13 @@ def compiling(*parts):
 
     call = Compiled.__call__
 
-    def call_or_run(compiled, *tensors, **record):
+    def call_or_run(compiled, *tensors, record=None):
         if compiled.code.what in parts:
-            return call(compiled, *tensors, **record)
+            return call(compiled, *tensors, record=record)
         # A gradient function that was built in GRAPH mode is compiled otherwise.
         jit = {"MS_JIT": "0"} if compiled.code.what == "the network" else {}
+        if record is not None:
+            record.has_run = True
         with op_by_op(), mock.patch.dict(os.environ, jit):
             return compiled.cell(*tensors)
 

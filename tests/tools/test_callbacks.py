@@ -95,11 +95,6 @@ def test_updates_are_counted_and_not_batches(capsys):
     assert "epoch 3/3: 12/12 " in (line := capsys.readouterr().out) and ", 3 updates, " in line
 
 
-def test_the_update_of_an_unfinished_last_window_is_counted(capsys):
-    train(ProgressBar(), epochs=1, accumulation_steps=3)
-    assert "epoch 1/1: 4/4 " in (line := capsys.readouterr().out) and ", 2 updates, " in line
-
-
 def test_the_training_goes_on_to_be_shown_after_an_evaluation_of_fit(capsys):
     ones = np.ones((4, 1), np.float32)
     data = dataset.NumpySlicesDataset((ones, 2 * ones), shuffle=False).batch(2)
@@ -126,11 +121,6 @@ def test_a_network_without_a_loss_tensor_is_no_trouble(capsys):
 
     train(NoLoss(), ProgressBar())
     assert capsys.readouterr().out.startswith("epoch 2/2: 8/8 [")
-
-
-def test_with_the_stock_model_there_is_no_number_of_updates(capsys):
-    train(ProgressBar())
-    assert re.match(rf"epoch 2/2: 8/8 {TIMES}, loss \d", capsys.readouterr().out)
 
 
 def test_a_training_that_begins_later_is_counted_from_its_first_epoch(capsys):

@@ -73,14 +73,6 @@ def test_the_curves_are_the_numbers_and_wide_ranges_are_logarithmic(tmp_path, mo
     assert [axes.get_legend() for axes in panels.values()] == [None, None]
 
 
-def test_what_varies_has_a_panel(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run.jsonl", range(1, 40))
-    changes = dict.fromkeys(("grad_norm", "weight_norm", "learning_rate"), float)
-    panels = axes_of(monkeypatch, rewrite(run, **changes))
-    assert list(panels) == ["loss", "learning rate", "gradient norm", "weight norm"]
-    assert all(len(axes.get_lines()) == 1 for axes in panels.values())
-
-
 def test_of_two_equal_runs_both_are_seen_with_their_names(tmp_path, monkeypatch):
     runs = [write_run(tmp_path / f"{name}.jsonl", range(1, 100)) for name in "ab"]
     loss = axes_of(monkeypatch, *runs)["loss"]

@@ -22,7 +22,6 @@ from started_processes import start_another
 
 from ms_gradaccum import find_micro_size
 from ms_gradaccum.__main__ import main
-from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.processes import EndedError, Job
 
@@ -182,7 +181,8 @@ def run_script(tmp_path, text, *arguments):
 
 def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch, shared):
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
-    with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(RuntimeError) as raised:
         find_micro_size(says_where_it_is, "1GiB")
     assert str(raised.value) == (
         f"For 'find_micro_size', the training must run, but with micro_size=1 got "

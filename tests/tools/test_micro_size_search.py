@@ -18,7 +18,6 @@ from mindspore import Tensor, nn, ops
 from refusal import refuses, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
-from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.builder import Builder
@@ -208,8 +207,9 @@ def test_a_function_computes_as_the_caller_does(importing, monkeypatch):
     # A process that has computed something already cannot choose any more.
     monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
     for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
-        with execution_mode(mode):
-            builder = Builder.of("find_micro_size", nothing)
+        ms.set_context(mode=mode)
+        builder = Builder.of("find_micro_size", nothing)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
         assert Builder(*json.loads(json.dumps(builder))) == builder
         builder.call()
         assert ms.get_context("mode") == mode

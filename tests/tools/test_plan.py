@@ -132,7 +132,6 @@ def test_a_plan_is_a_dataclass_and_can_be_planned_again():
     assert dataclasses.replace(got, epochs=1) == got != dataclasses.replace(got, epochs=2)
 
 
-COUNTS = ("batch_size", "ranks", "accumulation_steps", "global_batch", "epochs", "dataset_size")
 MULTIPLE = "a multiple of batch_size * ranks = 32"
 # The settings, whose last one is refused, the rule, and the value.
 REFUSED = [
@@ -140,10 +139,7 @@ REFUSED = [
     ({"ranks": 4, "global_batch": 250}, MULTIPLE, "250"),
     ({"ranks": 4, "global_batch": 25}, MULTIPLE, "25"),
     ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3"),
-    ({"drop_remainder": 1}, "a bool", "1 of type int"),
-    ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'"),
-    *[({name: "8"}, "a positive int", "'8' of type str") for name in COUNTS],
-    ({"ranks": None}, "a positive int", "None of type NoneType"),
+    ({"global_batch": "8"}, "a positive int", "'8' of type str"),
     ({"epochs": None, "steps": 0}, "a positive int", "0"),
 ]
 

@@ -152,10 +152,6 @@ def test_a_division_by_k_done_twice_is_seen_with_a_reference(eager):
     assert (report.window_loss, report.whole_loss) == (pytest.approx(loss / 3, rel=1e-5), pytest.approx(loss, rel=1e-5))
 
 
-def test_without_a_reference_a_factor_is_part_of_the_loss(eager):
-    assert verify(Scaled(Loss(mean), 1 / 3), batch(X, Y), 3).equal
-
-
 def test_what_else_a_reference_shows(eager):
     loss_cell = Loss(mean)
     assert verify(loss_cell, batch(X, Y), 3, reference=loss_cell).equal

@@ -98,10 +98,6 @@ def test_dropout(mode):
     assert differing(report) == {SCALE}
 
 
-def test_dropout_of_nothing_is_equal(eager):
-    assert verify(Network(drop=nn.Dropout(p=0.0)), batch(X, Y), 2).equal
-
-
 def test_several_causes_at_once():
     y = np.abs(Y) * np.float32([1, 1, 1, -1, -1, 1, -1, -1]).reshape(8, 1)
     network = Network(nn.BatchNorm1d(2), nn.Dropout(p=0.5), tokens=True)

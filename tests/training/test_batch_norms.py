@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from linear_toy import batches, sgd
 from mindspore import Parameter, Tensor, mint, nn, ops
-from mindspore.train import Callback
 
 from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 
@@ -198,28 +197,6 @@ def test_a_network_that_was_evaluated_as_a_whole_is_not(prepare, eager):
     network = Blocks()
     prepare(network)
     assert woken_by_model(network) == []
-
-
-class Freeze(Callback):
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
-
-    def on_train_step_begin(self, run_context):
-        self.cell.set_train(False)
-
-
-def test_the_ways_to_freeze_statistics_hold_under_model(mode):
-    for network in (Blocks(), Blocks(use_batch_statistics=False)):
-        norm = network.block[1]
-        callbacks = Freeze(norm) if norm.use_batch_statistics is None else None
-        # A larger rate diverges, which is warned of, too.
-        model = Model(GradAccumulation(network, 2), nn.MSELoss(), sgd(network, 1e-5))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            model.train(2, batches(4), callbacks=callbacks)
-        np.testing.assert_array_equal(norm.moving_mean.asnumpy(), 0)
-        np.testing.assert_array_equal(norm.moving_variance.asnumpy(), 1)
 
 
 @pytest.mark.parametrize("first, second", [(2, 1), (1, 2)])

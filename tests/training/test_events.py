@@ -1,16 +1,12 @@
 """The events of micro batches and updates that callbacks get, and their order."""
 
-import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd, toy
 from mindspore import Tensor, nn
 from mindspore.train import Callback
-from open_window import window_of
-from refusal import refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
 from ms_gradaccum.loops.epoch import PassSteps
-from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -77,19 +73,6 @@ def build_step(**settings):
     return TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network), **settings)
 
 
-@pytest.fixture(scope="module")
-def built():
-    return build_step()
-
-
-@pytest.fixture
-def step(built):
-    """A step that has done nothing yet and that nobody listens to. Compiled once."""
-    events = Events("TrainOneStepCell")
-    built.events = built.body.events = built.body.driver.events = window_of(built).micro_steps.events = events
-    return built
-
-
 def test_the_order_of_a_training_step(listener):
     step = build_step(accumulation_steps=2)
     step.add_callback(listener)
@@ -97,23 +80,6 @@ def test_the_order_of_a_training_step(listener):
     outputs = [step(x, 2 * x) for x in ROWS] + [step.flush()]
     assert listener.told == EXPECTED
     assert listener.outputs() == [outputs[1], outputs[3]]
-
-
-def test_a_skipped_update_is_counted_as_such_and_the_next_one_is_not(step, listener):
-    step.add_callback(listener)
-    for x in (ROWS[0], ROWS[0] * np.nan, ROWS[0]):
-        step(x, 2 * x)
-    ends = [told for told in listener.told if told[0] == "update_end"]
-    assert ends == [("update_end", 1, 1, 0), ("update_end", 2, 1, 1), ("update_end", 3, 2, 1)]
-    assert [output.overflow.asnumpy().item() for output in listener.outputs()] == [False, True, False]
-
-
-def test_a_batch_that_fails_is_not_counted(step, listener):
-    with refuses(ValueError, "same number of rows"):
-        step(ROWS[0], ROWS[0][:2])
-    step.add_callback(listener)
-    step(ROWS[0], ROWS[0])
-    assert listener.told[0][:2] == ("micro_batch_begin", 1)
 
 
 def test_the_order_of_a_loop_with_its_last_window(listener):
@@ -200,31 +166,3 @@ def test_model_tells_of_the_update_of_a_graph(listener):
         steps.on_train_step_end(Context())
     assert [told[0] for told in listener.told] == ["update_end"]
     assert [told._asdict() for told in listener.outputs()] == [output._asdict()]
-
-
-def test_a_callback_with_one_method_is_enough(step):
-    class Counter:
-        count = 0
-
-        def on_micro_batch_end(self, event):
-            self.count += event.rows
-
-    counter = Counter()
-    step.add_callback(counter)
-    step(ROWS[0], ROWS[0])
-    assert counter.count == 3
-
-
-@pytest.mark.parametrize("owner", ["TrainOneStepCell", "Accumulator"])
-def test_a_callback_without_any_is_refused(owner):
-    network = line()
-    trainer = {"TrainOneStepCell": TrainOneStepCell, "Accumulator": Accumulator}[owner](
-        nn.WithLossCell(network, nn.MSELoss()), sgd(network)
-    )
-    with pytest.raises(TypeError) as raised:
-        trainer.add_callback(3)
-    assert str(raised.value) == (
-        f"For '{owner}', the argument 'callback' must be an object with at least one of the methods "
-        "on_micro_batch_begin, on_micro_batch_end, on_update_begin, on_update_end, but got 3 of type int. "
-        "Each takes one argument, a StepEvent."
-    )

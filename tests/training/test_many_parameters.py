@@ -7,7 +7,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from open_window import buffer_of, window_of
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
-from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.tensors import chunks_of
 
 MANY = 100
@@ -44,8 +43,8 @@ def test_an_update_of_many_parameters_is_compiled(clip):
     for total, value in zip(buffer_of(step).sums, sums):
         total.set_data(Tensor([value]))
     buffer_of(step).weight.set_data(Tensor(4.0))
-    with execution_mode(ms.GRAPH_MODE):  # where what cannot be compiled is an error
-        output = window_of(step).close()
+    ms.set_context(mode=ms.GRAPH_MODE)  # where what cannot be compiled is an error
+    output = window_of(step).close()
     norm = np.linalg.norm(sums.astype(np.float64)) / 4
     assert norm > LIMIT
     assert float(output.grad_norm) == pytest.approx(norm, rel=1e-6)
@@ -60,9 +59,9 @@ def test_many_gradients_are_added_unless_one_of_them_is_nan():
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.5), 3, bad_micro_batch="drop")
     numbers = np.random.default_rng(0).standard_normal((3, MANY)).astype(np.float32)
     numbers[1, -1] = np.nan
-    with execution_mode(ms.GRAPH_MODE):
-        for weight, gradient in zip((1.0, 2.0, 4.0), numbers):
-            output = accumulator(tuple(Tensor([number]) for number in gradient), weight)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for weight, gradient in zip((1.0, 2.0, 4.0), numbers):
+        output = accumulator(tuple(Tensor([number]) for number in gradient), weight)
     assert bool(output.updated) and float(output.weight) == 5.0
     expected = np.arange(MANY) - 0.5 * (numbers[0] + 4 * numbers[2]) / 5
     np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 from linear_toy import X, line, sgd, weight_of
 from mindspore import Parameter, Tensor, nn, ops
 from open_window import buffer_of, window_of
-from step_probe import KeepGradients, Weights, changed, keeping_step, number, tensors, values_of
+from step_probe import Weights, changed, keeping_step, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, StepOutput, TrainOneStepCell
 from ms_gradaccum.training import micro_steps
@@ -87,18 +87,6 @@ def test_flush_divides_a_short_window_by_its_true_weight(eager):
     # 1.8059556 if it were divided by the three batches that the window did not get.
     assert weight_of(network) == pytest.approx(2.9912, rel=1e-6)
     assert (number(output.updated), number(output.weight), step.open_batches()) == (True, 2, 0)
-
-
-def test_flush_and_drop_of_an_empty_window_do_nothing(eager):
-    _, step = toy_step(accumulation_steps=2)
-    start = values_of(step)
-    assert step.flush() is None and step.drop() == 0
-    assert not changed(start, values_of(step))
-    step(*rows(1, 2))
-    assert number(step.flush().updated)
-    flushed = values_of(step)
-    assert step.flush() is None and step.drop() == 0
-    assert not changed(flushed, values_of(step))
 
 
 def test_one_process_sends_no_counts(eager, monkeypatch):
@@ -183,33 +171,6 @@ def test_a_window_with_an_invalid_gradient_is_skipped_and_the_next_one_trains(mo
     assert number(step.optimizer.global_step) == 2
 
 
-class MaskedLoss(nn.Cell):
-    """The sum of the losses of the rows that count, and how many do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([1.0]), "weight")
-
-    def construct(self, x, mask):
-        return (x * self.weight * mask).sum(), mask.sum()
-
-
-def test_a_window_that_weighs_nothing_makes_no_update_and_no_nan():
-    step = keeping_step(MaskedLoss(), 2, weighted=True)
-    x, all_of_it, nothing = np.float32([1, 2, 3, 6]), np.float32([1, 1, 1, 1]), np.zeros(4, np.float32)
-    before = values_of(step)
-    output = step(*tensors(x, nothing))
-    assert (number(output.updated), number(output.overflow)) == (False, False)
-    assert (number(output.weight), number(output.loss), number(output.grad_norm)) == (0, 0, 0)
-    assert not changed(before, values_of(step))
-    assert number(step(*tensors(x, all_of_it)).updated)
-    assert step.optimizer.gradients() == [3]
-    # A micro batch that weighs nothing adds nothing.
-    output = step(*tensors(x, np.float32([0, 0, 1, 1])))
-    assert (number(output.loss), number(output.weight)) == (4.5, 2)
-    assert step.optimizer.gradients() == [4.5]
-
-
 @pytest.mark.parametrize("clip", [ClipByGlobalNorm(2.5), ClipByGlobalNorm(100), ClipByValue(3.5)], ids=repr)
 def test_clipping_is_done_once_on_the_mean_gradient_of_the_window(clip):
     step = keeping_step(Weights(2), 2, accumulation_steps=2, clip=clip)
@@ -241,13 +202,6 @@ def test_the_reported_learning_rate_is_the_one_of_this_update(rates, eager):
         assert number(step.flush().learning_rate) == rate
 
 
-def test_groups_of_parameters_report_one_learning_rate_per_parameter(eager):
-    network = nn.Dense(1, 1)
-    groups = [{"params": [network.weight], "lr": 0.5}, {"params": [network.bias]}]
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(groups, 0.25, 0.9))
-    np.testing.assert_array_equal(step(*rows(1, 8)).learning_rate.asnumpy(), np.float32([0.5, 0.25]))
-
-
 class Noisy(nn.Cell):
     """Its gradient is the dropout mask, scaled."""
 
@@ -270,24 +224,6 @@ def test_dropout_draws_a_mask_per_micro_batch_and_none_out_of_training():
         seen.append(set(np.unique(step.optimizer.gradients()[0])))
     # Rows are kept with probability 1/2 and doubled: 1 is the mean of a kept and a dropped one.
     assert seen == [{0, 1, 2}, {1}, {0, 1, 2}]
-
-
-def test_batch_norm_moves_its_statistics_with_every_micro_batch():
-    norm = nn.BatchNorm1d(1, momentum=0.5)
-    step = keeping_step(nn.WithLossCell(norm, nn.MSELoss()), 2).set_train()
-    step(*tensors(np.float32([[1], [3], [5], [7]]), np.zeros((4, 1), np.float32)))
-    # From 0 half of the way to the mean 2 of the first micro batch, then half of the way to 6. One batch: 2.
-    assert number(norm.moving_mean) == 3.5
-    step.set_train(False)
-    step(*tensors(np.float32([[1], [3], [5], [7]]), np.zeros((4, 1), np.float32)))
-    assert number(norm.moving_mean) == 3.5
-
-
-def test_a_bare_loss_cell_is_fed_whole_batches(eager):
-    loss_cell = nn.WithLossCell(line(), nn.MSELoss())
-    step = TrainOneStepCell(loss_cell, KeepGradients(loss_cell.trainable_params()))
-    assert number(step(*rows(1, 8)).loss) == 102
-    assert step.optimizer.gradients() == [-102]
 
 
 def test_two_steps_in_one_process_do_not_meet(eager):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line
 from mindspore import Tensor, nn
-from refusal import refuses, warns
+from refusal import warns
 from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -84,13 +84,3 @@ def test_an_update_that_fails_takes_its_window_with_it():
         step(*batch)
     # The rows of this window must not be in the next one, should the training go on.
     assert not changed(trained, values_of(step)) and step.open_batches() == 0
-
-
-def test_a_batch_that_cannot_be_split_leaves_the_open_window_alone():
-    _, step = classifier_step(2)
-    step(*tensors(X, LABELS))
-    before = values_of(step)
-    with refuses(ValueError, "same number of rows"):
-        step(*tensors(X[:4], LABELS))
-    assert not changed(before, values_of(step)) and step.open_batches() == 1
-    assert number(step(*tensors(X, LABELS)).updated)

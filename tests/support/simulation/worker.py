@@ -15,7 +15,7 @@ from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum import Model, TrainOneStepCell
-from ms_gradaccum._checks import argument_error, first_line, require
+from ms_gradaccum._checks import argument_error, first_line
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
@@ -75,8 +75,11 @@ def build_step(builder: Builder, home: str) -> _Built:
         got = f"one that returns {', '.join(type(each).__name__ for each in parts)}"
         remedy = "Return (TrainOneStepCell(AutoParallel(...), optimizer), batch), or a Model in its place."
         raise TypeError(argument_error(_OWNER, "build", "a function that returns (step, batch)", got, remedy))
-    rule, got = "a function that returns a step which the compiler partitions", "one without AutoParallel"
-    require(isinstance(step.body, PartitionedStep), _OWNER, "build", rule, got, "Put its cell inside AutoParallel.")
+    if not isinstance(step.body, PartitionedStep):
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'build' must be a function that returns a partitioned step, "
+            f"but got one without AutoParallel. Put its cell inside AutoParallel."
+        )
     return step, step.network.positional(*as_call(_OWNER, parts[1]))
 
 
