@@ -106,3 +106,19 @@ def train_loop(accumulator, numbers, rank=0, size=1):
         with accumulator.accumulate():
             accumulator.backward(*[Tensor(array) for array in share(batch(number), rank, size)])
             accumulator.step()
+
+
+def train_adversaries(rank=0, size=1):
+    """Return the weights of two networks that share their windows, one of them stepped before the other's turn."""
+    first, second = build_network(), build_network()
+    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
+    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
+    accumulator = Accumulator(cells, optimizers, 2)
+    for number in (0, 1):
+        x, y = [Tensor(array) for array in share(batch(number), rank, size)]
+        with accumulator.accumulate():
+            accumulator.backward(x, y, network=cells[0])
+            accumulator.step(network=cells[0])
+            accumulator.backward(x, first(x), network=cells[1])
+            accumulator.step(network=cells[1])
+    return [weights_of(first), weights_of(second)]

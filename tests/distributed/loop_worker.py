@@ -11,6 +11,7 @@ from loop_scenarios import (
     batches_of,
     build_loop,
     sentences,
+    train_adversaries,
     train_functionally,
     train_loop,
     train_sentences,
@@ -79,22 +80,6 @@ def skip_what_is_not_finite():
     results["and then"] = [accumulator.updated, weights_of(network) == before]
 
 
-def adversaries():
-    """Two networks that share their windows, one of them stepped before the other's turn."""
-    first, second = build_network(), build_network()
-    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
-    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
-    accumulator = Accumulator(cells, optimizers, 2)
-    for number in (0, 1):
-        x, y = [Tensor(array) for array in share(batch(number), rank, size)]
-        with accumulator.accumulate():
-            accumulator.backward(x, y, network=cells[0])
-            accumulator.step(network=cells[0])
-            accumulator.backward(x, first(x), network=cells[1])
-            accumulator.step(network=cells[1])
-    results["adversaries"] = [weights_of(first), weights_of(second)]
-
-
 def save_at_an_update():
     for name in ("level1", "level2"):
         _, accumulator = build_loop(parallel=KINDS[name])
@@ -137,7 +122,7 @@ def count_shared_batches():
 
 
 ms.set_context(mode=ms.GRAPH_MODE)
-adversaries()
+results["adversaries"] = train_adversaries(rank, size)
 # Op by op, for which nothing is compiled.
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"

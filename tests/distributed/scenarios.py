@@ -43,6 +43,8 @@ KINDS = {
     "level1": HSDP(threshold=0),
     "level2": HSDP(threshold=0, optimizer_level="level2"),
 }
+# Those that differ most: whole gradients once per window, and shards of each micro batch's.
+APART = ("data parallel", "level2")
 CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": lambda: ClipByValue(0.05)}
 
 
@@ -118,18 +120,26 @@ class Halved(nn.Cell):
         return tuple(grad * 0.5 for grad in grads)
 
 
+def stock_weights(optimizer, batches):
+    """The weights of MindSpore's own step in one process, after an update for each of these batches."""
+    network = build_network()
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    step = nn.TrainOneStepCell(cell, OPTIMIZERS[optimizer](network.trainable_params())).set_train()
+    with eagerly():
+        for arrays in batches:
+            step(*map(Tensor, arrays))
+    return weights_of(network)
+
+
+def joined(*batches):
+    """The rows of several batches as one batch."""
+    return [np.concatenate(arrays) for arrays in zip(*batches)]
+
+
 @functools.cache
 def whole_batches(optimizer, windows):
-    """MindSpore's own step in one process, on the rows of all processes and of all batches of each window at once."""
-    network = build_network()
-    step = nn.TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS[optimizer](network.trainable_params())
-    )
-    step.set_train()
-    with eagerly():
-        for numbers in windows:
-            step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
-    return weights_of(network)
+    """The same on the rows of all processes and of all batches of each window at once."""
+    return stock_weights(optimizer, [joined(*map(batch, numbers)) for numbers in windows])
 
 
 def uneven_data(rank):

@@ -43,8 +43,6 @@ COUNTS = {
     4: {
         # By the first rank, with which a group begins: the others would wait for it.
         "level1-2-groups": Variant(2, "level1", shard_size=2),
-        "level1-2": Variant(2, "level1"),
-        "level3-2": Variant(2, "level3", lazy=True),
     },
 }
 
@@ -134,19 +132,6 @@ def attempt(function: Any, *args: Any) -> Any:
         return {"error": traceback.format_exc()[-3000:]}
 
 
-def stock_numbers(variant: Variant, rank: int, size: int) -> dict[str, Any]:
-    """Train with the stock step."""
-    with gpu_target(), stock_step(variant) as step:
-        model, start = compile_step(step, variant, rank, size)
-    _, ours = run_partitioned(model, start, step, variant, rank, size)
-    weights = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
-    _, whole = run_whole(variant)
-    return {
-        "moved": largest_difference(ours, weights, step, rank),
-        "difference": largest_difference(ours, whole, step, rank),
-    }
-
-
 def main() -> None:
     rank, size = connect()
     result: dict[str, Any] = {"counts": {}}
@@ -155,8 +140,6 @@ def main() -> None:
     for name in list(COUNTS[size])[rank::size]:
         result["counts"][name] = attempt(counts_of, COUNTS[size][name], rank, size)
     if size == 2:
-        stock = {"one": Variant(1), "shards": Variant(2, "level3", lazy=True)}
-        result["stock"] = {name: attempt(stock_numbers, variant, rank, size) for name, variant in stock.items()}
         result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size), rank, size)
         if rank == 1:  # The first one has more to count.
             result["ways"] = attempt(ways, local_batch(Variant(1), 0, rank, size))

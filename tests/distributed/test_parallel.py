@@ -5,7 +5,6 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
 from open_window import buffer_of
 from scenarios import (
     NO_SPIKE,
@@ -16,6 +15,8 @@ from scenarios import (
     build_network,
     build_step,
     fingerprint,
+    joined,
+    stock_weights,
     train,
     train_batches,
     train_factors,
@@ -127,7 +128,8 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
 @pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
 @pytest.mark.parametrize("limit", ["NormSpike", "float"])
 def test_all_processes_leave_out_the_same_window(name, limit, two):
-    without = one_process_without_the_spike()
+    # Of the five windows, the spike makes no update.
+    without = stock_weights("Momentum", [batch(0)] * 4)
     for report in two:
         got = report[f"left out {name}, {limit}"]
         assert got["updated"] == [True, True, True, False, True]
@@ -135,17 +137,6 @@ def test_all_processes_leave_out_the_same_window(name, limit, two):
     # Nothing is sent for it.
     sent, sent_with_a_limit = two[0][f"messages left out {name}"]
     assert sent == sent_with_a_limit != []
-
-
-@functools.cache
-def one_process_without_the_spike():
-    """MindSpore's own step on the rows of all processes."""
-    network = build_network()
-    cell = nn.WithLossCell(network, nn.MSELoss())
-    step = nn.TrainOneStepCell(cell, OPTIMIZERS["Momentum"](network.trainable_params())).set_train()
-    for _ in range(4):
-        step(*map(Tensor, batch(0)))
-    return weights_of(network)
 
 
 def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
@@ -308,14 +299,9 @@ def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, 
     settings = {"accumulation_steps": 2, "last_window": last_window}
     assert TrainingPlan(dataset_size=12, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
     assert two[0][f"early {name} {last_window}"] == two[1][f"early {name} {last_window}"]
-    rows = [uneven_data(rank) for rank in (0, 1)]
-    both = [np.concatenate([rows[0][i][:4], rows[1][i]]) for i in (0, 1)]
-    network = build_network()
-    step = nn.TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    ).set_train()
-    for _ in range(2):
-        step(*map(Tensor, both))
-        if last_window == "apply":
-            step(*[Tensor(array[4:]) for array in rows[0]])
-    np.testing.assert_allclose(two[0][f"early {name} {last_window}"], weights_of(network), rtol=2e-5, atol=2e-6)
+    first, second = (uneven_data(rank) for rank in (0, 1))
+    windows = [joined([array[:4] for array in first], second)]
+    if last_window == "apply":
+        windows.append([array[4:] for array in first])
+    expected = stock_weights("Momentum", windows * 2)
+    np.testing.assert_allclose(two[0][f"early {name} {last_window}"], expected, rtol=2e-5, atol=2e-6)

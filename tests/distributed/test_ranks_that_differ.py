@@ -1,10 +1,10 @@
 """Ranks that were told different things, read the same rows, or fail alone: an error or a warning, and no hang."""
 
+import itertools
+
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
-from quick_mindspore import eagerly
-from scenarios import KINDS, batch, build_network, share, weights_of, whole_batches
+from scenarios import APART, KINDS, batch, build_network, joined, share, stock_weights, weights_of, whole_batches
 
 PART, SIZES = "unlike_worker", (2,)
 DISAGREEMENTS = {
@@ -81,8 +81,10 @@ def check_second_window(weights):
     np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("failure", ["mid-batch", "last micro batch", "update"])
+@pytest.mark.parametrize(
+    "kind, failure",
+    [*((kind, "mid-batch") for kind in KINDS), *itertools.product(APART, ["last micro batch", "update"])],
+)
 def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure, two):
     key = f"{kind}, {failure}"
     assert [report[f"errors {key}"] for report in two] == [[], ["of this rank"]]
@@ -95,30 +97,19 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind
         assert [said for said in report[f"warnings {key}"] if DROPPED in said] != []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", APART)
 def test_a_batch_of_which_nothing_was_added_is_left_out(kind, two):
     """The first batch has the rows of rank 0 alone."""
-    rows = [np.concatenate([share(batch(0), 0, 2)[i], batch(1)[i]]) for i in (0, 1)]
-    first = momentum_on([rows, [np.concatenate([batch(2)[i], batch(3)[i]]) for i in (0, 1)]])
+    windows = [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))]
+    first = stock_weights("Momentum", windows)
     for report in two:
         weights, updates, skipped, *_ = report[f"{kind}, first micro batch"]
         assert (updates, skipped) == (2, 0) and report[f"warnings {kind}, first micro batch"] == []
         np.testing.assert_allclose(weights, first, rtol=2e-5, atol=2e-6)
 
 
-def momentum_on(windows):
-    """MindSpore's own step on each window as one batch."""
-    network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer).set_train()
-    with eagerly():
-        for rows in windows:
-            step(*map(Tensor, rows))
-    return weights_of(network)
-
-
 def test_a_batch_that_was_given_wrong_is_left_out(two):
-    expected = momentum_on([[np.concatenate([batch(0)[i], share(batch(1), 0, 2)[i]]) for i in (0, 1)]])
+    expected = stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))])
     for report in two:
         weights, updates, skipped = report["wrong batch"]
         assert (updates, skipped) == (1, 0)
@@ -126,15 +117,12 @@ def test_a_batch_that_was_given_wrong_is_left_out(two):
     assert [len(report["errors wrong batch"]) for report in two] == [0, 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", APART)
 def test_a_loop_goes_on_after_an_error_of_one_rank(kind, two):
     """Before the backward pass the batch is left out; inside it the window is dropped; after it all rows are there."""
-    without = [np.concatenate([share(batch(0), 0, 2)[i], batch(1)[i]]) for i in (0, 1)]
-    second = [np.concatenate([batch(2)[i], batch(3)[i]]) for i in (0, 1)]
+    without = stock_weights("Momentum", [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))])
     for report in two:
-        np.testing.assert_allclose(
-            report[f"loop {kind}, before 1"][0], momentum_on([without, second]), rtol=2e-5, atol=2e-6
-        )
+        np.testing.assert_allclose(report[f"loop {kind}, before 1"][0], without, rtol=2e-5, atol=2e-6)
         check_second_window(report[f"loop {kind}, inside 1"][0])
         expected = whole_batches("Momentum", ((0, 1), (2, 3)))
         np.testing.assert_allclose(report[f"loop {kind}, after 2"][0], expected, rtol=2e-5, atol=2e-6)

@@ -18,7 +18,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
 from mindspore.train import OnRequestExit
 from quick_mindspore import eagerly
-from scenarios import KINDS, batch, build_network, build_step, share, uneven_data, weights_of
+from scenarios import APART, KINDS, batch, build_network, build_step, share, uneven_data, weights_of
 
 from ms_gradaccum import (
     EMA,
@@ -560,7 +560,9 @@ def main():
     have_experts_of_their_own()
     with eagerly():
         for kind in KINDS:
-            for failure in FAILURES:
+            train_on_after_an_error(kind, "mid-batch")
+        for kind in APART:
+            for failure in ("first micro batch", "last micro batch", "update"):
                 train_on_after_an_error(kind, failure)
             for place in ((1, "before"), (1, "inside"), (2, "after")):
                 loop_on_after_an_error(kind, place)

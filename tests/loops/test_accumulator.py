@@ -403,7 +403,7 @@ def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_more_open_batches_in_a_checkpoint_than_a_window_has_are_updated_with(steps, tmp_path, mode):
+def test_more_open_batches_in_a_checkpoint_than_a_window_has_are_updated_with(steps, tmp_path, eager):
     checkpoint = checkpoint_of(FOUR[:3], tmp_path)
     network, accumulator = toy_loop(steps)
     ms.load_param_into_net(accumulator, checkpoint)

@@ -122,13 +122,6 @@ def test_a_prepared_scheduler_moves_once_per_update():
     assert scheduler.last_epoch == 4  # what it does not change is that of the scheduler
 
 
-def test_a_scheduler_stays_where_it_is_in_a_skipped_update():
-    _, accumulator = toy_loop(2, adjustable_sgd)
-    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
-    data = [FOUR[0], nan_batch(), FOUR[0], FOUR[1]]
-    assert [rate(accumulator) for _ in train(accumulator, data, scheduler)] == [0.02, 0.02, 0.02, 0.01]
-
-
 @pytest.mark.parametrize("apply", [True, False], ids=["applied", "carried"])
 def test_a_scheduler_moves_once_per_epoch_if_it_is_called_so(apply):
     _, accumulator = toy_loop(3, adjustable_sgd, sync_with_dataloader=apply)

@@ -1,7 +1,5 @@
 """EMA: averages that move once per update, by the formulas of mindcv and mindone, and are kept wherever weights are."""
 
-import re
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -394,22 +392,22 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
 
 
 @pytest.mark.parametrize(
-    "arguments,kind,text",
+    "name, value, error",
     [
-        ({"decay": "0.9"}, TypeError, "'decay' must be a positive number, but got '0.9' of type str."),
-        ({"decay": True}, TypeError, "'decay' must be a positive number, but got True of type bool."),
-        ({"decay": 1}, ValueError, "'decay' must be a number below 1, but got 1."),
-        ({"decay": 0.0}, ValueError, "'decay' must be a positive number, but got 0.0."),
-        ({"decay": float("nan")}, ValueError, "'decay' must be a positive number, but got nan."),
-        ({"warmup_updates": None}, TypeError, "'warmup_updates' must be a number, but got None of type NoneType."),
-        ({"warmup_updates": -1}, ValueError, "'warmup_updates' must be a number of at least 0, but got -1."),
-        ({"warmup_updates": np.inf}, ValueError, "'warmup_updates' must be a number of at least 0, but got inf."),
-        ({"trainable_only": 1}, TypeError, "'trainable_only' must be a bool, but got 1 of type int."),
+        ("decay", "0.9", TypeError),
+        ("decay", True, TypeError),
+        ("decay", 1, ValueError),
+        ("decay", 0.0, ValueError),
+        ("decay", float("nan"), ValueError),
+        ("warmup_updates", None, TypeError),
+        ("warmup_updates", -1, ValueError),
+        ("warmup_updates", np.inf, ValueError),
+        ("trainable_only", 1, TypeError),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, kind, text):
-    with pytest.raises(kind, match=re.escape(f"For 'EMA', the argument {text}")):
-        EMA(**arguments)
+def test_wrong_arguments_are_refused(name, value, error):
+    with refuses(error, f"For 'EMA', the argument '{name}'"):
+        EMA(**{name: value})
 
 
 def test_what_it_cannot_average_is_refused(eager):

@@ -253,8 +253,8 @@ def test_a_loss_cell_of_the_users_needs_a_cell_that_evaluates_it():
     assert Model(cell, metrics={"loss"}, eval_network=given, eval_indexes=[0, 1, 2])._eval_network is given
 
 
-@pytest.mark.parametrize("rows", [10, 2])  # More rows than micro batches, and fewer.
-@pytest.mark.parametrize("wrap", [lambda cell: cell, hsdp], ids=["alone", "AutoParallel"])
+# More rows than micro batches, and fewer.
+@pytest.mark.parametrize("wrap, rows", [(lambda cell: cell, 10), (hsdp, 2)], ids=["alone", "AutoParallel"])
 def test_prediction_neither_sums_nor_splits(wrap, rows, network_mode):
     network = Classifier()
     inputs = Tensor(ROWS[:rows])

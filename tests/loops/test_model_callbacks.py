@@ -19,7 +19,6 @@ from mindspore.train import (
     LossMonitor,
     ModelCheckpoint,
     OnRequestExit,
-    ReduceLROnPlateau,
     SummaryCollector,
     TimeMonitor,
 )
@@ -103,14 +102,6 @@ def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(mode):
     assert weight_of(network) == pytest.approx(descend(ALL[4:], weight=descend(ALL[:4]), learning_rate=0.01))
 
 
-def test_reduce_lr_on_plateau_reduces_the_rate():
-    network, model = toy_with_metrics(accumulation_steps=2)
-    # The loss falls, so that in the mode "max" each epoch after the first is a plateau.
-    plateau = ReduceLROnPlateau("eval_loss", factor=0.5, patience=1, mode="max", min_delta=0)
-    model.fit(3, batches(4), batches(8), callbacks=plateau)
-    assert weight_of(network) == pytest.approx(descend(ALL, weight=descend(ALL, ALL), learning_rate=0.01))
-
-
 def test_early_stopping_stops_and_restores_the_best_weights():
     network, model = toy_with_metrics(accumulation_steps=2)
     stopping = EarlyStopping("eval_loss", patience=1, mode="max", restore_best_weights=True)
@@ -142,18 +133,6 @@ def test_a_run_continued_from_a_checkpoint_equals_the_uninterrupted_one(last_win
     assert resumed.train_network.open_batches() == open_batches
     resumed.train(3, batches(2), initial_epoch=int(checkpoint["epoch_num"].asnumpy()))
     assert weight_of(resumed_network) == weight_of(network)
-
-
-def test_a_run_continued_in_mid_window_equals_the_uninterrupted_one(tmp_path):
-    network, model = momentum_model(accumulation_steps=3, last_window="carry")
-    config = CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=9)
-    model.train(1, batches(2), ModelCheckpoint("toy", str(tmp_path), config))
-
-    resumed_network, resumed = momentum_model(accumulation_steps=3, last_window="carry")
-    ms.load_param_into_net(resumed.train_network, ms.load_checkpoint(str(tmp_path / "toy-1_2.ckpt")))
-    assert weight_of(resumed_network) == 0 and resumed.train_network.open_batches() == 2
-    resumed.train(1, batches(2).skip(2))
-    assert weight_of(resumed_network) == weight_of(network) > 0
 
 
 def test_a_checkpoint_is_saved_when_training_fails(tmp_path):

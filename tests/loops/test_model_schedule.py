@@ -203,38 +203,20 @@ def test_where_there_is_no_sink_its_mode_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "steps, error, text",
-    [
-        (
-            {},
-            ValueError,
-            "must be a dict from epochs to numbers of batches, a BySamples or a function, but got an empty",
-        ),
-        (
-            {-1: 2},
-            ValueError,
-            "a dict with keys of at least 0, but got -1",
-        ),
-        ({0: 0}, ValueError, r"'accumulation_steps\[0\]' must be a positive int, but got 0"),
-        ("2", TypeError, "'accumulation_steps' must be a positive int"),
-        (2.0, TypeError, "'accumulation_steps' must be a positive int"),
-    ],
+    "steps, error",
+    [({}, ValueError), ({-1: 2}, ValueError), ({0: 0}, ValueError), ("2", TypeError), (2.0, TypeError)],
 )
-def test_a_wrong_schedule_is_refused(steps, error, text):
-    with pytest.raises(error, match=text):
+def test_a_wrong_schedule_is_refused(steps, error):
+    with refuses(error, "'accumulation_steps"):
         TrainOneStepCell(line(), sgd(line()), accumulation_steps=steps)
 
 
 @pytest.mark.parametrize(
-    "steps, batch_size, error, text",
-    [
-        ([1], 2, TypeError, "'steps' must be a dict, but got"),
-        ({0: 1}, 0, ValueError, "'batch_size' must be a positive int, but got 0"),
-        ({0: 1}, None, TypeError, "'batch_size' must be a positive int"),
-    ],
+    "steps, batch_size, name, error",
+    [([1], 2, "steps", TypeError), ({0: 1}, 0, "batch_size", ValueError), ({0: 1}, None, "batch_size", TypeError)],
 )
-def test_wrong_numbers_of_samples_are_refused(steps, batch_size, error, text):
-    with pytest.raises(error, match=text):
+def test_wrong_numbers_of_samples_are_refused(steps, batch_size, name, error):
+    with refuses(error, f"'{name}'"):
         BySamples(steps, batch_size)
 
 

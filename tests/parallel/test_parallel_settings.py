@@ -1,7 +1,5 @@
 """The settings of several processes, in one."""
 
-import re
-
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
@@ -12,46 +10,27 @@ from ms_gradaccum import HSDP, Accumulator, DataParallel, TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parameters_sent
 from ms_gradaccum.parallel.shards import check_shardable
 
-SIZE = "For 'HSDP', the argument 'shard_size' must be an int of at least 1 or -1, but got "
-THRESHOLD = "For 'HSDP', the argument 'threshold' must be an int of at least 0, but got "
-LEVEL = "For 'HSDP', the argument 'optimizer_level' must be one of 'level1', 'level2', 'level3', but got "
-
 
 @pytest.mark.parametrize(
-    "kind,settings,error,text",
+    "kind, name, value, error",
     [
-        (HSDP, {"shard_size": 0}, ValueError, f"{SIZE}0. -1 means all ranks."),
-        (HSDP, {"shard_size": -2}, ValueError, f"{SIZE}-2. -1 means all ranks."),
-        (HSDP, {"shard_size": 2.0}, TypeError, f"{SIZE}2.0 of type float. -1 means all ranks."),
-        (HSDP, {"shard_size": True}, TypeError, f"{SIZE}True of type bool. -1 means all ranks."),
-        (HSDP, {"threshold": -1}, ValueError, f"{THRESHOLD}-1. It is in KB."),
-        (HSDP, {"threshold": "64"}, TypeError, f"{THRESHOLD}'64' of type str. It is in KB."),
-        (HSDP, {"optimizer_level": "level4"}, ValueError, f"{LEVEL}'level4'."),
-        (HSDP, {"optimizer_level": 1}, TypeError, f"{LEVEL}1"),
-        (HSDP, {"check_weights": 1}, TypeError, "For 'HSDP', the argument 'check_weights' must be a bool, but got 1"),
-        (
-            DataParallel,
-            {"sync_each_batch": "yes"},
-            TypeError,
-            "For 'DataParallel', the argument 'sync_each_batch' must be a bool, but got 'yes'",
-        ),
-        (
-            DataParallel,
-            {"overlap": True},
-            TypeError,
-            "DataParallel.__init__() got an unexpected keyword argument 'overlap'",
-        ),
-        (
-            DataParallel,
-            {"check_weights": None},
-            TypeError,
-            "For 'DataParallel', the argument 'check_weights' must be a bool, but got None",
-        ),
+        (HSDP, "shard_size", 0, ValueError),
+        (HSDP, "shard_size", -2, ValueError),
+        (HSDP, "shard_size", 2.0, TypeError),
+        (HSDP, "shard_size", True, TypeError),
+        (HSDP, "threshold", -1, ValueError),
+        (HSDP, "threshold", "64", TypeError),
+        (HSDP, "optimizer_level", "level4", ValueError),
+        (HSDP, "optimizer_level", 1, TypeError),
+        (HSDP, "check_weights", 1, TypeError),
+        (DataParallel, "sync_each_batch", "yes", TypeError),
+        (DataParallel, "overlap", True, TypeError),
+        (DataParallel, "check_weights", None, TypeError),
     ],
 )
-def test_wrong_settings_are_refused(kind, settings, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        kind(**settings)
+def test_wrong_settings_are_refused(kind, name, value, error):
+    with refuses(error, f"'{name}'"):
+        kind(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum import Accumulator, GradAccumulation
 
@@ -50,12 +50,6 @@ class Block(nn.Cell):
         return self.run(x)
 
 
-class RecomputedCell(Loss):
-    def __init__(self):
-        super().__init__()
-        self.first.recompute()
-
-
 class SavedElsewhere(Loss):
     """The tensors of the backward pass are kept as arrays of the host."""
 
@@ -70,13 +64,6 @@ class SavedElsewhere(Loss):
             return super().hidden(x)
 
 
-class TwoPasses(Loss):
-    """The parameters are used twice, as for a consistency of two views."""
-
-    def construct(self, x, y):
-        return super().construct(x, y) + 0.1 * super().construct(x.flip((1,)), y)
-
-
 class Teacher(Loss):
     """The targets come from a pass without gradients."""
 
@@ -86,34 +73,7 @@ class Teacher(Loss):
         return super().construct(x, y + target)
 
 
-class Hooked(Loss):
-    """Hooks in both passes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first.register_forward_hook(lambda cell, inputs, output: 2 * output)
-        self.second.register_backward_hook(lambda cell, inputs, outputs: (0.5 * inputs[0],))
-        self.second.bias.register_hook(lambda grad: grad * 3)
-
-
-class Minted(Loss):
-    """Layers of mindspore.mint."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = mint.nn.GroupNorm(1, 5)
-
-    def hidden(self, x):
-        return mint.nn.functional.relu(self.norm(super().hidden(x)))
-
-
-class Detached(Loss):
-    def construct(self, x, y):
-        hidden = self.hidden(x)
-        return ((self.second(hidden) - y) ** 2).mean() + (ops.stop_gradient(hidden) * hidden).mean()
-
-
-KINDS = [Loss, Recomputed, RecomputedCell, SavedElsewhere, TwoPasses, Teacher, Hooked, Minted, Detached]
+KINDS = [Loss, Recomputed, SavedElsewhere, Teacher]
 
 
 def momentum(network):

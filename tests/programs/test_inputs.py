@@ -60,23 +60,6 @@ def nodes(count):
     return build
 
 
-class Masked(nn.Cell):
-    """Causal attention, whose mask is an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 1)
-
-    def construct(self, x, y, mask):
-        scores = ops.matmul(self.query(x), self.key(x).swapaxes(1, 2)) + mask
-        return ops.square(ops.matmul(ops.softmax(scores, -1), self.value(x)) - y).mean()
-
-
-def causal(length):
-    mask = np.triu(np.full((length, length), -1e4, np.float32), 1)
-    return lambda: [(x, y, mask) for x, y, _ in nodes(length)()]
-
-
 class Prior(nn.Cell):
     """A vector for the whole batch: the prior of the classes."""
 
@@ -185,7 +168,7 @@ def as_dicts():
 SHARED = {"batch_axis": (0, 0, None)}
 
 # What the error names: the input, and the argument that says how it is split.
-NOT_A_BATCH = r"(input\[2\]|'(adjacency|mask|prior)').*batch_axis"
+NOT_A_BATCH = r"(input\[2\]|'(adjacency|prior)').*batch_axis"
 
 PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
@@ -194,11 +177,8 @@ PROGRAMS = {
     "adjacency matrix": Program(Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
     "adjacency matrix as large as the rows": Program(Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT),
-    "mask as large as the rows": Program(Masked, batches=causal(ROWS), named=NOT_A_BATCH, faces=SPLIT),
-    "mask as large as the rows, batch_axis": Program(Masked, batches=causal(ROWS), settings=SHARED),
     "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
     "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
-    "mask in single rows": Program(Masked, batches=causal(ROWS), parts=ROWS, named=NOT_A_BATCH, faces=SPLIT),
     "number per row in a list": Program(
         WeightedRows, batches=with_list, parts=ROWS, named="'weights' seems to have an item per row", faces=SPLIT
     ),

@@ -256,9 +256,6 @@ def clipped(grad):
     return ops.clip_by_value(grad, -0.01, 0.01)
 
 
-CLIP = ops.InsertGradientOf(clipped)
-
-
 class HookedTensor(Net):
     """Clips what comes back to a tensor, which is not linear."""
 
@@ -266,24 +263,6 @@ class HookedTensor(Net):
         hidden = ops.tanh(self.first(x))
         hidden.register_hook(clipped)
         return ops.square(self.second(hidden) - y).mean()
-
-
-class ByGlobal(Net):
-    """The same by an operator that no cell has."""
-
-    def construct(self, x, y):
-        return ops.square(self.second(CLIP(ops.tanh(self.first(x)))) - y).mean()
-
-
-class ByList(Net):
-    """The same by an operator in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.clips = [ops.InsertGradientOf(clipped)]
-
-    def construct(self, x, y):
-        return ops.square(self.second(self.clips[0](ops.tanh(self.first(x)))) - y).mean()
 
 
 class Clip(nn.Cell):
@@ -362,8 +341,6 @@ PROGRAMS = {
         Net, between=clip_cell_later, named=BACKWARD, faces=("Accumulator",), **ONLY_EAGER
     ),
     "hook of a tensor that clips": Program(HookedTensor, **WHOLE),
-    "operator that clips, a global": Program(ByGlobal, **WHOLE),
-    "operator that clips, in a list": Program(ByList, **WHOLE),
     "bprop that clips, in a list": Program(ByHiddenCell, **WHOLE),
     "bprop that clips, batch by batch": Program(ByHiddenCell, named=BACKWARD, faces=("Accumulator",)),
     "optimizer's attribute": Program(Net, lambda net: PythonSGD(net.trainable_params()), between=change_factor),

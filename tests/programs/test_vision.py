@@ -132,7 +132,6 @@ PROGRAMS = {
     "ResNet, BatchNorm": Program(
         classified(lambda: Residual(lambda: nn.BatchNorm2d(4))), momentum, images(), nature="BatchNorm"
     ),
-    "ResNet, GroupNorm": Program(classified(lambda: Residual(lambda: nn.GroupNorm(2, 4))), momentum, images()),
     "ResNet, moving averages": Program(classified(lambda: Residual(frozen_norm)), momentum, images()),
     "ViT": Program(classified(ViT), momentum, images()),
     "FCN": Program(lambda: nn.WithLossCell(FCN(), nn.CrossEntropyLoss()), momentum, images((SIZE, SIZE)), rtol=5e-5),

@@ -19,7 +19,8 @@ FILES = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rg
 @pytest.mark.second_tier
 def test_an_entry_of_the_second_tier_has_tests(request):
     nodeids = [item.nodeid for item in request.session.items]
-    if not {nodeid.partition("::")[0] for nodeid in nodeids}.issuperset(FILES):
+    files = {nodeid.partition("::")[0] for nodeid in nodeids}
+    if not files.issuperset([*FILES, "ms_gradaccum/loops/train_step.py"]):
         pytest.skip("it takes a run of all tests: ./run.sh test all")
     assert len(nodeids) > 3000
     entries = listed()

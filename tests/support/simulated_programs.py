@@ -1,11 +1,10 @@
 """Programs that the tests of `simulate` build in its processes: those of users, and one that is refused."""
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, Model, TrainOneStepCell
 
 ROWS, INSIDE, HIDDEN, OUTSIDE = 16, 8, 12, 4
 
@@ -34,29 +33,14 @@ def batch(rows=ROWS):
     return Tensor(rng.normal(size=(rows, INSIDE)).astype("f")), Tensor(rng.normal(size=(rows, OUTSIDE)).astype("f"))
 
 
-def step_of(network, clip=None, **settings):
+def sharded():
+    """Two devices that share each layer; in a Model, with a batch by name."""
+    network = Columns()
     cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2))
     cell.dataset_strategy(((1, 1), (1, 1)))
-    return TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9), clip=clip, **settings)
-
-
-def sharded():
-    """Two devices that share each layer."""
-    return step_of(Columns(), ClipByGlobalNorm(0.5)), batch()
-
-
-def halves():
-    """Two devices with half of the rows each; in a Model, with a loss scale, and a batch by name."""
-    # Adam divides gradients that are near zero by their size: other weights could have more rounding.
-    ms.set_seed(1)
-    network = nn.SequentialCell(nn.Dense(INSIDE, HIDDEN), nn.ReLU(), nn.Dense(HIDDEN, OUTSIDE))
-    cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2))
-    cell.hsdp(threshold=0, optimizer_level="level1")
-    optimizer = nn.Adam(network.trainable_params(), 0.01)
-    precision = MixedPrecision(level="O0", init_scale=1024.0)
-    model = Model(cell, optimizer=optimizer, clip=ClipByValue(0.05), mixed_precision=precision)
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     data, label = batch()
-    return model, {"data": data, "label": label}
+    return Model(cell, optimizer=optimizer, clip=ClipByGlobalNorm(0.5)), {"data": data, "label": label}
 
 
 def alone():

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum import ClipByValue, Model, TrainOneStepCell
+from ms_gradaccum import Model, TrainOneStepCell
 from ms_gradaccum._checks import argument_error, first_line
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
@@ -175,17 +175,6 @@ def on_cpu() -> Iterator[None]:
         raise RuntimeError(argument_error(_OWNER, "run", rule, got, remedy)) from error
 
 
-class _ClippedByValue(nn.Cell):
-    """An optimizer behind MindSpore's own function for this clip."""
-
-    def __init__(self, optimizer: nn.Cell, limit: float) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer, self.limit = optimizer, limit
-
-    def construct(self, grads: tuple[Any, ...]) -> Any:
-        return self.optimizer(ops.clip_by_value(grads, -self.limit, self.limit))
-
-
 def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[list[float], Values]:
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
     # The user's function may have set another mode.
@@ -196,9 +185,6 @@ def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[li
     with graph_mode(), inlined([cell for _, cell in step.network.cells_and_names()]):
         parameters = step.optimizer.parameters
         loss_cell = MeanLoss(step.network.whole_loss_of())
-        clip, optimizer = step.body.clip, step.optimizer
-        if isinstance(clip, ClipByValue):
-            optimizer = _ClippedByValue(optimizer, clip.limit)
-        whole = WholeBatch(_OWNER, loss_cell, parameters, optimizer, getattr(clip, "max_norm", None))
+        whole = WholeBatch(_OWNER, loss_cell, parameters, step.optimizer, getattr(step.body.clip, "max_norm", None))
         losses = [whole.train(*batch)[0] for _ in range(updates)]
     return losses, {each.name: each.asnumpy() for each in step.optimizer.parameters}
