@@ -5,7 +5,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from ms_gradaccum.advice.loss_measurement import SMALL_SIZE
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.compiled import Eager
 from ms_gradaccum.backend.snapshot import kept
@@ -20,7 +19,7 @@ def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, err
 
     def takes(rows: Rows) -> bool:
         try:
-            with kept(network.network, lambda tensor: tensor.size <= SMALL_SIZE):
+            with kept(network.network):
                 loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
         except Exception:
             return False

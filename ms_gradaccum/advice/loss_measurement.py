@@ -16,10 +16,10 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.advice.gradient_exchange import NUM_DEVIATIONS, Program, gradient_error
-from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, Passes, error_of, relative
+from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, error_of, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
-from ms_gradaccum.backend.snapshot import Snapshot, kept
+from ms_gradaccum.backend.snapshot import Snapshot
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import BATCH_NORMS
 
@@ -31,8 +31,6 @@ NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same 
 # Passes of a loss whose random numbers do not come back, and as many if its error exceeds a few deviations.
 NUM_DRAWS = (4, 16)
 NUM_LIKELY = 3
-# Tensors up to this size are always copied, to restore what the forward pass changes.
-SMALL_SIZE = 2**16
 _OWNER = "GradAccumulation"
 HIDE = "check_loss=False leaves this out."
 _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
@@ -87,7 +85,6 @@ class LossMeasurement:
         self.state: Snapshot | None = None
         # A batch of one micro batch that is due, until the next batch is joined with it.
         self.before: Batch | None = None
-        self.moved: set[int] = set()  # The tensors that forward passes have changed so far, by their identity.
         # The windows that have begun, and a micro batch of the first one until the second begins.
         self.windows = 0
         self.first: Rows | None = None
@@ -107,7 +104,7 @@ class LossMeasurement:
 
     def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> str:
         """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
-        losses = [self.losses.of(*pair) for pair in zip(parts, outputs)]
+        losses = [self.losses.from_outputs(*pair) for pair in zip(parts, outputs)]
         return self._measure(Batch(parts, losses, updates))
 
     def measure(self, parts: list[Rows]) -> str:
@@ -121,7 +118,7 @@ class LossMeasurement:
     def _take_snapshot(self) -> str:
         if not self.schedule.is_due:
             return ""
-        state = Snapshot(self.network.network, copied=self._is_copied)
+        state = Snapshot(self.network.network, moved=self.losses.moved)
         if self.is_distributed and state.codes[0].communicates():
             return not_measured("its forward pass communicates with other processes")
         if state.iterators:
@@ -129,10 +126,6 @@ class LossMeasurement:
             return not_measured(f"the network reads an iterator ({kind}), which more passes would use up", "")
         self.state = state
         return ""
-
-    def _is_copied(self, tensor: Tensor) -> bool:
-        """Return whether to copy a tensor. Copies of all that the forward pass leaves as it is would be large."""
-        return tensor.size <= SMALL_SIZE or id(tensor) in self.moved
 
     # ---- the measurement of a batch
 
@@ -180,19 +173,18 @@ class LossMeasurement:
         changed = []
         if before is not None:
             trained = self._trained(before)
-            self.moved |= {id(before.tensors.tensors[i]) for i in before.tensors.changed(trained)}
+            self.losses.moved |= {id(before.tensors.tensors[i]) for i in before.tensors.changed(trained)}
             changed = before.changed_names(trained)
-        with kept(self.network.network, self._is_copied) as now:
-            passes = Passes(self.losses, now)
+        with self.losses.passes():
             try:
-                whole = passes.loss(both)
+                whole = self.losses.of(both)
             except Exception as caught:
                 sizes = f"the network takes {first.size} rows, but not {both.size}"
                 return not_measured(f"{sizes} ({first_line(caught)})", "")
             text = ""
             if before is not None and changed:
-                text = self._of_state(passes, before, changed, both, whole)
-            return text or self._of_joined(passes, pair, both, whole)
+                text = self._of_state(before, changed, both, whole)
+            return text or self._of_joined(pair, both, whole)
 
     def _tell_of_shapes(self, shapes: str, counts_rows: bool) -> None:
         if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
@@ -211,14 +203,15 @@ class LossMeasurement:
                 trained |= set(map(id, cell.get_parameters()))
         return trained
 
-    def _of_state(self, passes: Passes, before: Snapshot, changed: list[str], both: Rows, now: Loss) -> str:
+    def _of_state(self, before: Snapshot, changed: list[str], both: Rows, now: Loss) -> str:
         """Return the sentence for a loss that reads what earlier micro batches have changed."""
+        losses = self.losses
 
         def earlier() -> float:
-            passes.restore()
+            losses.restore()
             before.put_back(self._trained(before))
-            passes.prepare()
-            return passes.loss(both).value
+            losses.prepare()
+            return losses.of(both).value
 
         try:
             then = earlier()
@@ -226,64 +219,55 @@ class LossMeasurement:
         except Exception:  # The loss may need what it has set.
             return ""
         finally:
-            passes.restore()
-        if not relative(now.value - then, now.value, then) > max(self.losses.rounding(now), NUM_DEVIATIONS * noise):
+            losses.restore()
+        if not relative(now.value - then, now.value, then) > max(losses.rounding(now), NUM_DEVIATIONS * noise):
             return ""
         return (
             f"For '{_OWNER}', the forward pass changes {listed(changed, 3)}, and the loss depends on it, so micro "
             f"batches see each other's state. Change it once per update, as in a callback's on_update_end()."
         )
 
-    def _of_joined(self, passes: Passes, pair: Batch, both: Rows, whole: Loss) -> str:
+    def _of_joined(self, pair: Batch, both: Rows, whole: Loss) -> str:
         """Return the sentence for two micro batches whose losses do not make that of both."""
+        losses = self.losses
         if not math.isfinite(whole.value):
             return ""
-        is_known = bool(pair.losses) and not passes.has_evaluated
-        parts = pair.losses if is_known else [passes.loss(rows) for rows in pair.parts]
-        if error_of(whole, *parts) <= self.losses.rounding(whole, *parts):
-            self.losses.is_exact = is_known
+        is_known = bool(pair.losses) and not losses.has_evaluated
+        parts = pair.losses if is_known else [losses.of(rows) for rows in pair.parts]
+        if error_of(whole, *parts) <= losses.rounding(whole, *parts):
+            losses.is_exact = is_known
             return ""
-        if passes.is_eager:  # The training has drawn other random numbers.
-            parts = [passes.loss(rows) for rows in pair.parts]
-        elif passes.draws(both.structure):
-            return self._of_noise(passes, [both, *pair.parts], [whole, *parts])
-        else:  # The program may have changed the network since one of these graphs was compiled.
-            self.losses.programs.clear()
-            whole, *parts = [passes.loss(rows) for rows in (both, *pair.parts)]
+        rows = [both, *pair.parts]
+        losses.restore()
+        if losses.of(both).value != whole.value:
+            return self._of_noise(rows)
+        drift = relative(losses.of(both).value - whole.value, whole.value)
+        if drift > losses.rounding(whole):
+            return (
+                f"For '{_OWNER}', the same rows have another loss in each pass ({_apart(drift)}), so micro "
+                f"batches see each other's state. Keep state out of the loss, or change it once per update."
+            )
+        # In graphs of one time, since the program may have changed the network after the first ones were compiled.
+        losses.programs.clear()
+        whole, *parts = map(losses.of, rows)
         error = error_of(whole, *parts)
-        rounding = self.losses.rounding(whole, *parts)
-        drift = relative(passes.loss(both).value - whole.value, whole.value)
-        if drift > rounding:
-            return self._of_drift(passes, [both, *pair.parts], [whole, *parts], drift)
+        rounding = losses.rounding(whole, *parts)
         if error <= rounding:
             return ""
-        if passes.is_eager:
-            others = [passes.loss(both, seed=None).value for _ in range(NUM_OTHERS)]
+        if losses.is_eager:
+            others = [losses.of(both, seed=None).value for _ in range(NUM_OTHERS)]
             if max(relative(other - whole.value, whole.value) for other in others) > rounding:
-                return self._of_draws(passes, pair)
-        if error < MIN_CERTAIN_ERROR and error <= NUM_ORDERS * _effect_of_order(passes, both, whole):
+                return self._of_draws(pair)
+        if error < MIN_CERTAIN_ERROR and error <= NUM_ORDERS * self._effect_of_order(both, whole):
             return ""
         return self._sentence(error)
 
-    def _of_drift(self, passes: Passes, rows: list[Rows], losses: list[Loss], drift: float) -> str:
-        """Return the sentence for a loss that is another one in each pass: it has state, or its draws never repeat."""
-        restored = set()
-        for _ in range(2):
-            passes.restore()
-            restored.add(passes.loss(rows[0]).value)
-        if len(restored) > 1:
-            return self._of_noise(passes, rows, losses)
-        return (
-            f"For '{_OWNER}', the same rows have another loss in each pass ({_apart(drift)}), so micro "
-            f"batches see each other's state. Keep state out of the loss, or change it once per update."
-        )
-
-    def _of_noise(self, passes: Passes, rows: list[Rows], losses: list[Loss]) -> str:
+    def _of_noise(self, rows: list[Rows]) -> str:
         """Return the sentence for a loss whose draws never repeat: its means over some passes must add up."""
-        draws = [[loss] for loss in losses]
+        draws: list[list[Loss]] = [[], [], []]
         for count in NUM_DRAWS:
             for runs, each in zip(draws, rows):
-                runs += [passes.loss(each, seed=None) for _ in range(count - len(runs))]
+                runs += [self.losses.of(each, seed=None) for _ in range(count - len(runs))]
             means = [Loss(*each) for each in np.mean(draws, axis=1).tolist()]
             deviation = float(np.std(draws, axis=1, ddof=1)[:, 0].max())
             noise = relative(deviation, *[mean.value for mean in means]) / len(draws[0]) ** 0.5
@@ -294,7 +278,7 @@ class LossMeasurement:
                 return self._sentence(error)
         return ""
 
-    def _of_draws(self, passes: Passes, pair: Batch) -> str:
+    def _of_draws(self, pair: Batch) -> str:
         """Return the sentence for a loss that draws the same random numbers in passes with the same seed.
 
         Rows at the same place of a pass get the same numbers. So if the first half of the rows becomes other rows, the
@@ -305,7 +289,7 @@ class LossMeasurement:
         errors = []
         limit = 0.0
         for seed in range(NUM_SEEDS):
-            runs = [passes.loss(rows, seed) for rows in (first.joined(second), second.joined(second), first, second)]
+            runs = [self.losses.of(rows, seed) for rows in (first.joined(second), second.joined(second), first, second)]
             totals = np.array([run.total for run in runs])
             change = totals[2] - totals[3]
             errors.append((totals[0] - totals[1]) / change - 1)
@@ -315,6 +299,15 @@ class LossMeasurement:
         if error > max(limit, NUM_DEVIATIONS * float(np.std(errors))):
             return self._sentence(error)
         return ""
+
+    def _effect_of_order(self, rows: Rows, loss: Loss) -> float:
+        """Return how much another order of the rows changes their loss: rounding. Groups of rows stay together."""
+        places = np.arange(rows.size)
+        effects = []
+        for order in (places[::-1].tolist(), np.roll(places, rows.size // 2).tolist()):
+            value = self.losses.of(rows.take(order)).value
+            effects.append(relative(value - loss.value, loss.value))
+        return max(effects)
 
     def _sentence(self, error: float) -> str:
         what = "the loss of two micro batches together is not the mean of their losses"
@@ -337,15 +330,15 @@ class LossMeasurement:
         self.first = parts[-1] if self.windows == 1 else None
         if self.windows == 1 or first is None or self.is_distributed:
             return ""
-        with kept(self.network.network, self._is_copied) as state:
-            passes = Passes(self.losses, state)
-            has_hooks = state.codes[0].has_hooks() or any(parameter.hooks() for parameter in self.parameters)
-            is_float32 = self.losses.tolerance == TOLERANCES[ms.float32].loss
-            # A compiled program that draws random numbers would go on with others.
-            can_repeat = self.losses.is_exact or passes.is_eager
-            if has_hooks or not (can_repeat and is_float32):
+        losses = self.losses
+        # A compiled program that draws random numbers would go on with others.
+        can_repeat = losses.is_exact or losses.is_eager
+        if not can_repeat or losses.tolerance > TOLERANCES[ms.float32].loss:
+            return ""
+        with losses.passes():
+            if losses.state.codes[0].has_hooks() or any(parameter.hooks() for parameter in self.parameters):
                 return ""
-            error = gradient_error(passes, program, first.few(), parts[-1].few())
+            error = gradient_error(losses, program, first.few(), parts[-1].few())
         if not error:
             return ""
         return (
@@ -353,16 +346,6 @@ class LossMeasurement:
             f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the "
             f"loss{self._of_padding()}. {_PAGE}"
         )
-
-
-def _effect_of_order(passes: Passes, rows: Rows, loss: Loss) -> float:
-    """Return how much another order of the rows changes their loss: this is rounding. Groups of rows stay together."""
-    places = np.arange(rows.size)
-    effects = []
-    for order in (places[::-1].tolist(), np.roll(places, rows.size // 2).tolist()):
-        value = passes.loss(rows.take(order)).value
-        effects.append(relative(value - loss.value, loss.value))
-    return max(effects)
 
 
 def _apart(error: float) -> str:

@@ -1,7 +1,9 @@
 """Forward passes that give the loss of rows, and how far the losses of parts are from that of the whole."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import mindspore as ms
@@ -11,10 +13,10 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.mindspore_private import draws_random_numbers
-from ms_gradaccum.backend.snapshot import Snapshot
+from ms_gradaccum.backend.snapshot import Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import IN_TRAINING_ONLY, evaluate
+from ms_gradaccum.batch.structure import SequenceOf
 
 # All losses that are multiples of a number have been rounded to it, and to some more in the operators before.
 NUM_QUANTA = 16
@@ -34,6 +36,13 @@ class Loss(NamedTuple):
 class LossOfRows:
     """The loss of a network as a function of rows, and the precision of its values."""
 
+    # What the passes of one measurement restore: the network as it was before them.
+    state: Snapshot
+    # Whether Dropout or BatchNorm was set to evaluation mode for these passes.
+    has_evaluated = False
+    # True once a loss was as expected from the very losses of the training: nothing random is in it.
+    is_exact = False
+
     def __init__(self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool) -> None:
         self.network = network
         self.compiles = compiles
@@ -41,51 +50,19 @@ class LossOfRows:
         if half:
             dtypes.add(ms.float16)
         self.tolerance = max(TOLERANCES[dtype].loss for dtype in dtypes if dtype in TOLERANCES)
-        # True once a loss was as expected from the very losses of the training: nothing random is in it.
-        self.is_exact = False
         self.programs: dict[Hashable, Compiled] = {}  # By the structure of the inputs.
+        self.moved: set[int] = set()  # The tensors that forward passes have changed so far, by their identity.
 
-    def of(self, rows: Rows, outputs: Sequence[Tensor]) -> Loss:
-        """Return the loss of rows from the outputs of a micro step, or of a forward pass: a sum and a weight."""
-        value = float(outputs[0].asnumpy())
-        weight = float(outputs[1].asnumpy())
-        if self.network.weighted:
-            return Loss(value, weight, value)
-        mean = float(np.divide(value, weight, dtype=np.float32))
-        return Loss(mean, rows.weight, mean * rows.weight)
+    @property
+    def is_eager(self) -> bool:
+        return runs_eagerly(self.compiles)
 
-    def program(self, structure: Hashable, axes: Sequence[int | None] | None) -> Compiled:
-        """Return the compiled forward pass for inputs of a structure. One graph takes all lengths on open ``axes``."""
-        if structure not in self.programs:
-            self.programs[structure] = Compiled(
-                lambda: self.cell(structure), _OWNER, "the network", self.network.network, open_axes=axes
-            )
-        return self.programs[structure]
-
-    def cell(self, structure: Hashable) -> nn.Cell:
-        """Return the forward pass for inputs of a structure."""
-        loss = self.network.loss_of(structure)
-        loss.phase = "predict"
-        return loss
-
-    def rounding(self, *losses: Loss) -> float:
-        """Return the relative difference that rounding explains."""
-        values = [abs(loss.value) for loss in losses if loss.value and math.isfinite(loss.value)]
-        if not values:
-            return self.tolerance
-        of_quanta = NUM_QUANTA * min(map(_quantum, values)) / max(values)
-        return max(self.tolerance, min(of_quanta, MAX_OF_QUANTA))
-
-
-class Passes:
-    """Forward passes from one state of the network, as in training but without Dropout and BatchNorm."""
-
-    def __init__(self, losses: LossOfRows, state: Snapshot) -> None:
-        self.losses = losses
-        self.state = state
-        self.is_eager = runs_eagerly(losses.compiles)
-        # Whether cells that act otherwise in training were set to evaluation mode.
-        self.has_evaluated = self.prepare()
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Context of passes from one state of the network, as in training but without Dropout and BatchNorm."""
+        with kept(self.network.network, self.moved) as self.state:
+            self.has_evaluated = self.prepare()
+            yield
 
     def prepare(self) -> bool:
         """Leave out hooks, and set the cells that act otherwise in training to evaluation mode."""
@@ -97,18 +74,42 @@ class Passes:
         self.state.put_back()
         self.prepare()
 
-    def draws(self, structure: Hashable) -> bool:
-        """Return whether the compiled forward pass draws random numbers, which a seed does not bring back."""
-        return any(map(draws_random_numbers, self.losses.programs[structure].graphs.values()))
-
-    def loss(self, rows: Rows, seed: int | None = 0) -> Loss:
-        """Return the loss of rows, with the random numbers of this seed, or with further ones."""
+    def of(self, rows: Rows, seed: int | None = 0) -> Loss:
+        """Return the loss of rows from a forward pass, with the random numbers of this seed, or with further ones."""
         if seed is not None:
             self.state.put_back_random(seed)
         if self.is_eager:
-            return self.losses.of(rows, Eager(self.losses.cell(rows.structure), False)(ONE, *rows.tensors))
-        axes = (None, *rows.axes) if self.has_evaluated else None
-        return self.losses.of(rows, self.losses.program(rows.structure, axes)(ONE, *rows.tensors))
+            return self.from_outputs(rows, Eager(self._cell(rows.structure), False)(ONE, *rows.tensors))
+        if rows.structure not in self.programs:
+            # Without Dropout and BatchNorm, the losses of the training tell nothing: one graph takes all lengths.
+            axes = (None, *rows.axes) if self.has_evaluated else None
+            make_cell = partial(self._cell, rows.structure)
+            self.programs[rows.structure] = Compiled(
+                make_cell, _OWNER, "the network", self.network.network, open_axes=axes
+            )
+        return self.from_outputs(rows, self.programs[rows.structure](ONE, *rows.tensors))
+
+    def _cell(self, structure: SequenceOf) -> nn.Cell:
+        loss: nn.Cell = self.network.loss_of(structure)
+        loss.phase = "predict"
+        return loss
+
+    def from_outputs(self, rows: Rows, outputs: Sequence[Tensor]) -> Loss:
+        """Return the loss of rows from the outputs of a micro step, or of a forward pass: a sum and a weight."""
+        value = float(outputs[0].asnumpy())
+        weight = float(outputs[1].asnumpy())
+        if self.network.weighted:
+            return Loss(value, weight, value)
+        mean = float(np.divide(value, weight, dtype=np.float32))
+        return Loss(mean, rows.weight, mean * rows.weight)
+
+    def rounding(self, *losses: Loss) -> float:
+        """Return the relative difference that rounding explains."""
+        values = [abs(loss.value) for loss in losses if loss.value and math.isfinite(loss.value)]
+        if not values:
+            return self.tolerance
+        of_quanta = NUM_QUANTA * min(map(_quantum, values)) / max(values)
+        return max(self.tolerance, min(of_quanta, MAX_OF_QUANTA))
 
 
 def error_of(both: Loss, a: Loss, b: Loss) -> float:

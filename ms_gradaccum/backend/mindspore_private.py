@@ -57,12 +57,6 @@ def free_graphs(cell: nn.Cell) -> None:
     cell.compile_cache.clear()
 
 
-def draws_random_numbers(graph: str) -> bool:
-    """Return whether a compiled graph, by its name, has an operator with a hidden state, such as a random one."""
-    text = api._cell_graph_executor._get_func_graph_proto(None, graph, "anf_ir")
-    return b"side_effect_hidden" in text or b"seed" in text  # Bernoulli has only the latter.
-
-
 def copy_compiler_settings(cell: nn.Cell, like: nn.Cell) -> None:
     """Give ``cell`` the compiler's settings of another cell, as MindSpore's own wrappers do."""
     cell._get_attr_from_cell(like)

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
@@ -23,19 +23,24 @@ from ms_gradaccum.backend.tensors import Array as Array
 _SEEDS: Any = sys.modules["mindspore.common.seed"]
 _OF_CELLS = vars(nn.Cell()).keys()  # The attributes of every cell.
 _MISSING = object()  # The marker for an attribute that did not exist.
+# Tensors up to this size are always copied, to restore what a forward pass changes.
+SMALL_SIZE = 2**16
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
 class SnapshotTensors:
-    """Tensors whose changes are detected, by fingerprints, and undone for those ``copied`` to the host."""
+    """Tensors whose changes are detected, by fingerprints, and undone for those that are copied to the host.
 
-    def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+    With ``moved`` these are the small ones and those with these identities, since copies of all would be large.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], moved: AbstractSet[int] | None = None) -> None:
         # Parameters first, in the order of their network.
         self.tensors = sorted(_unique(tensors), key=lambda tensor: not isinstance(tensor, Parameter))
         self.marks = [_fingerprint(as_array(each)) for each in self.tensors]
         self.values: dict[int, Array] = {}  # The copies, by the index of their tensor.
         for i, each in enumerate(self.tensors):
-            if copied(each):
+            if moved is None or each.size <= SMALL_SIZE or id(each) in moved:
                 self.values[i] = as_array(each).copy()
 
     def changed(self, but: AbstractSet[int] = frozenset()) -> list[int]:
@@ -85,10 +90,11 @@ def few_elements(tensor: Tensor) -> Array:
 class Snapshot:
     """Everything that a run of networks may change: tensors, cells, what their code reaches, and random generators.
 
-    Tensors that are not ``copied``, iterators, and random generators inside kernels cannot be restored.
+    Tensors that are not copied (``moved``, see above), iterators, and random generators inside kernels cannot be
+    restored.
     """
 
-    def __init__(self, *networks: nn.Cell, copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+    def __init__(self, *networks: nn.Cell, moved: AbstractSet[int] | None = None) -> None:
         self.codes = list(map(NetworkCode, networks))
         reached: list[Any] = []
         cells: list[nn.Cell] = []
@@ -105,7 +111,7 @@ class Snapshot:
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = _of_kind(reached, Iterator)
         self.cells: list[nn.Cell] = _unique([*cells, *_of_kind(reached, nn.Cell)])
-        self.tensors = SnapshotTensors([*tensors, *_of_kind(reached, Tensor)], copied)
+        self.tensors = SnapshotTensors([*tensors, *_of_kind(reached, Tensor)], moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
         self.contents: list[tuple[Any, Any]] = []
         attributes = map(vars, filter(_has_attributes, [*self.cells, *reached]))
@@ -211,9 +217,9 @@ def buffers_of(network: nn.Cell) -> dict[str, Tensor]:
 
 
 @contextmanager
-def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[Snapshot]:
+def kept(network: nn.Cell, moved: AbstractSet[int] = frozenset()) -> Iterator[Snapshot]:
     """Context in which a network runs without its forward hooks. At the end its state is restored."""
-    state = Snapshot(network, copied=copied)
+    state = Snapshot(network, moved=moved)
     try:
         state.leave_out_hooks()
         yield state

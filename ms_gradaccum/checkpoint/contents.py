@@ -135,11 +135,11 @@ class Contents:
         if isinstance(self.step, Accumulator):
             self.step.driver.load_state_dict(saved["loop"])
 
-    def described(self, path: Path, places: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
+    def described(self, path: Path, positions: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state with the current counts of the step."""
         epoch = None
-        if places:
-            epoch = places[0].next_epoch
+        if positions:
+            epoch = positions[0].next_epoch
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 

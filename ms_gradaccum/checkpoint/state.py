@@ -46,7 +46,7 @@ class _Loaded(NamedTuple):
 
     tensors: list[tuple[Tensor, Array]]  # Parameters and buffers, and their new values.
     random: State
-    places: list[DataPosition]
+    positions: list[DataPosition]
     extra: dict[str, Json]
 
 
@@ -112,12 +112,16 @@ def save_state(
     check_positive_int(_SAVE, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
     checked = _checked_extra({} if extra is None else extra)
     contents = Contents(trained)
-    places = _places_of(step, trained)
-    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.state_dict() for place in places]}
+    positions = _positions_of(step, trained)
+    numbers = {
+        **contents.state_dict(),
+        "random": random_states(),
+        "data": [each.state_dict() for each in positions],
+    }
     name = _save(contents, folder, numbers, checked)
     if current_world(_SAVE).rank == 0:
         files.keep_last(folder, keep_checkpoint_max)
-    return contents.described(folder / name, places, checked)
+    return contents.described(folder / name, positions, checked)
 
 
 def _checked_extra(extra: Mapping[str, Json]) -> dict[str, Json]:
@@ -131,14 +135,14 @@ def _checked_extra(extra: Mapping[str, Json]) -> dict[str, Json]:
     return checked
 
 
-def _places_of(step: object, trained: TrainOneStepCell | Accumulator) -> list[DataPosition]:
+def _positions_of(step: object, trained: TrainOneStepCell | Accumulator) -> list[DataPosition]:
     """Return the positions in the prepared datasets of an Accumulator, or in the dataset of a Model."""
     if isinstance(trained, Accumulator):
-        return [dataset.place() for dataset in trained.driver.data.datasets.values()]
-    place = getattr(step, "data_place", None)
-    if place is None:
+        return [dataset.position() for dataset in trained.driver.data.datasets.values()]
+    position = getattr(step, "data_position", None)
+    if position is None:
         return []
-    return [place]
+    return [position]
 
 
 def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
@@ -284,11 +288,11 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     for parameter, value in loaded.tensors:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
-        trained.driver.data.positions = dict(enumerate(loaded.places))
-    elif isinstance(step, ms.Model) and loaded.places:
-        step.resumed_place = loaded.places[0]
+        trained.driver.data.positions = dict(enumerate(loaded.positions))
+    elif isinstance(step, ms.Model) and loaded.positions:
+        step.resumed_position = loaded.positions[0]
     put_random_states(loaded.random)
-    return contents.described(state, loaded.places, loaded.extra)
+    return contents.described(state, loaded.positions, loaded.extra)
 
 
 def _choose(directory: Path) -> Path:
@@ -317,7 +321,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
             # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
-        places = [DataPosition.of_state_dict(place, len(everyone), random) for place in data["data"]]
+        positions = [DataPosition.of_state_dict(position, len(everyone), random) for position in data["data"]]
         # An open window continues on all ranks, even on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})
@@ -328,7 +332,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         )
         text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         raise ValueError(text) from None
-    return _Loaded(values, random, places, manifest["extra"])
+    return _Loaded(values, random, positions, manifest["extra"])
 
 
 def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:

@@ -130,7 +130,7 @@ class PreparedDataset:
             return 0, Sources.now(self.ranks), None
         return position.batches, position.sources or Sources.now(self.ranks), position.random_now
 
-    def place(self) -> DataPosition:
+    def position(self) -> DataPosition:
         """Return the position of this process in its data, between two batches."""
         length = None
         if isinstance(self.dataset, (Dataset, Sized)):

@@ -135,15 +135,15 @@ class PassSteps(Callback):
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
-        if self.model.resumed_place is None:
+        if self.model.resumed_position is None:
             if not checkpoints:
                 raise ValueError(
                     f"For '{_OWNER}', the argument 'callbacks' must be a list with a StateCheckpoint for resume=True, "
                     f"but got none. Give StateCheckpoint(directory), or call load_state(model, directory) first."
                 )
             checkpoints[0].resume_into(self.model)
-        position = self.model.resumed_place
-        self.model.resumed_place = None
+        position = self.model.resumed_position
+        self.model.resumed_position = None
         if position is None:
             return True
         position = position.among(self.passes.length, self.ranks)

@@ -11,7 +11,7 @@ from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, arrays_in, r
 class Positioned(Protocol):
     """A dataset that knows where a loop stands in it."""
 
-    def place(self) -> DataPosition: ...
+    def position(self) -> DataPosition: ...
 
 
 class DataBatch(NamedTuple):

@@ -119,7 +119,7 @@ class Model(FrozenAfterInit, ms.Model):
     _steps: PassSteps | None = None
     _resume = _has_trained = False
     has_rates_checked = False  # True once the first training has compared a list of learning rates with its updates.
-    resumed_place: DataPosition | None = None
+    resumed_position: DataPosition | None = None
 
     @takes_options(StepOptions)
     def __init__(
@@ -356,7 +356,7 @@ class Model(FrozenAfterInit, ms.Model):
             warn_of_single_rows(_OWNER, first_batch(train_dataset))
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
-            self.resumed_place = None
+            self.resumed_position = None
         elif not steps.resume(checkpoints, epoch, kwargs):
             return None
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
@@ -405,10 +405,10 @@ class Model(FrozenAfterInit, ms.Model):
         return self._steps is None or self._steps.is_common
 
     @property
-    def data_place(self) -> DataPosition | None:
+    def data_position(self) -> DataPosition | None:
         """The position of this training in its data, or that of a loaded state; None without either."""
         if self._steps is None:
-            return self.resumed_place
+            return self.resumed_position
         return self._steps.position()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:

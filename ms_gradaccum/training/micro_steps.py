@@ -64,9 +64,6 @@ class StepKind(NamedTuple):
     is_last: bool = False  # True in the last micro batch of a window, in which the network reduces its gradients.
 
 
-PLAIN = StepKind(is_empty=False)
-
-
 class BuiltSteps:
     """The micro steps of a network, each built for its first batch."""
 
@@ -268,12 +265,15 @@ class MicroSteps:
         def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
             step(*self.starts(step.cell.backward_start, rows.size, batch_rows), *rows.tensors)
 
-        def run_eagerly(rows: Rows) -> None:
-            eager = self.steps.eager_step(PLAIN)
-            eager.begin_batch(rows.structure, 2)
-            run(eager, rows)
+        def run_anew(rows: Rows) -> None:
+            if isinstance(step, Compiled):
+                # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
+                run(Compiled(step.make_cell, self.settings.owner, "the network", self.network.network), rows)
+                return
+            step.begin_batch(rows.structure, 2)
+            run(step, rows)
 
-        return Program(functools.partial(run, step), run_eagerly, [each.buffer for each in self.reducers])
+        return Program(functools.partial(run, step), run_anew, [each.buffer for each in self.reducers])
 
     def _run_all(
         self,

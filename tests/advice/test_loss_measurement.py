@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from losses_as_written import MASK, WRONG, X, Y, build, net
 from mindspore import Parameter, Tensor, nn, ops
-from open_window import window_of
+from open_window import compiled_micro_steps, window_of
 from random_losses import KINDS, RandomLoss
 from refusal import refuses
 from step_probe import Around
@@ -149,7 +149,7 @@ def measured(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("small", [2**16, 0])
 def test_a_training_is_the_same_with_it_to_the_bit(small, eager, monkeypatch):
-    monkeypatch.setattr("ms_gradaccum.advice.loss_measurement.SMALL_SIZE", small)
+    monkeypatch.setattr("ms_gradaccum.backend.snapshot.SMALL_SIZE", small)
     # It goes on after a finding here: everything is measured.
     monkeypatch.setattr(Advisor, "_end_measuring", lambda self, text: None)
     batches = measured(monkeypatch)
@@ -367,15 +367,19 @@ def test_what_is_seldom_dropped_is_no_finding(keep, batch, eager):
         assert said_of(Of(stochastic_depth), Tensor(X), Tensor(Y)) == []
 
 
-def said_of_groups(group):
-    """Return what is said of advantages of the answers to a prompt, in micro batches of 4 answers."""
+def of_groups(group):
+    """Return a loss of advantages of the answers to a prompt, for micro batches of 4 answers."""
 
     def grpo(cell, x, y):
         rewards = y[:, 0].reshape(-1, min(group, x.shape[0]))
         advantages = (rewards - rewards.mean(1, keep_dims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
-        return -(cell.net(x)[:, 0] * advantages.reshape(-1)).mean()
+        return -(cell.factor * cell.net(x)[:, 0] * advantages.reshape(-1)).mean()
 
-    return said_of(Of(grpo), Tensor(X), Tensor(Y))
+    return Of(grpo, factor=1.0)
+
+
+def said_of_groups(group):
+    return said_of(of_groups(group), Tensor(X), Tensor(Y))
 
 
 @pytest.mark.parametrize("group, count", [(2, 0), (4, 0), (8, 1)])
@@ -388,6 +392,17 @@ def test_groups_are_right_as_a_graph(monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
     assert said_of_groups(4) == []
+
+
+def test_groups_are_right_as_a_graph_whose_number_has_changed(monkeypatch):
+    """The training goes on with the number that was compiled; a graph for more rows would have the new one."""
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell = of_groups(4)
+    step = step_of(cell)
+    assert said_by(lambda: step(Tensor(X), Tensor(Y))) == []
+    cell.factor = 3.0
+    assert said_by(lambda: step(Tensor(X), Tensor(Y))) == []
 
 
 class Hidden(nn.Cell):
@@ -412,6 +427,18 @@ class Hidden(nn.Cell):
 def test_gradients_are_compared_by_the_training_program(kind, count, mode):
     said = said_of(Hidden(kind), Tensor(X), Tensor(Y), batches=3)
     assert ["the gradient of two micro batches" in each for each in said] == [True] * count
+
+
+def test_a_finding_in_gradients_runs_nothing_op_by_op_where_the_training_is_compiled(monkeypatch):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    monkeypatch.setattr("ms_gradaccum.training.micro_step.EagerMicroStep.__call__", None)
+    step = step_of(Hidden("a share of itself"))
+    (said,) = said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(3)])
+    assert "the gradient of two micro batches" in said
+    # Rows of two micro batches were compiled apart: they count for nothing in the training.
+    (compiled,) = compiled_micro_steps(step).values()
+    assert len(compiled.fixed) == 1
 
 
 def test_half_precision_has_a_tolerance_of_its_own(eager):

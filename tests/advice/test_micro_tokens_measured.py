@@ -5,7 +5,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum import GradAccumulation, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.advice.loss_of_rows import Passes
+from ms_gradaccum.advice.loss_of_rows import LossOfRows
 
 LONGEST = 40
 LENGTHS = [3, 40, 9, 1, 17, 24, 5, 33]
@@ -68,13 +68,13 @@ def test_a_loss_that_reads_its_padding_is_named_once(network, network_mode, recw
 
 def test_the_measurement_joins_no_more_rows_than_fit_with_their_padding(eager, recwarn, monkeypatch):
     shapes = []
-    loss = Passes.loss
+    loss_of = LossOfRows.of
 
     def recording(self, rows, *settings):
         shapes.append(rows.tensors[1].shape)
-        return loss(self, rows, *settings)
+        return loss_of(self, rows, *settings)
 
-    monkeypatch.setattr(Passes, "loss", recording)
+    monkeypatch.setattr(LossOfRows, "of", recording)
     assert said_of(TokenMeanLoss(Tokens("itself")), recwarn) == []
     # One row of each of two micro batches: more would be three times the tokens of a micro batch.
     assert {rows for rows, length in shapes if length == LONGEST} == {1, 2}
