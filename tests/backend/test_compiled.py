@@ -302,6 +302,12 @@ def test_hooks_of_cells_are_refused_where_a_graph_would_not_call_them():
         step(*BATCH)
 
 
+@pytest.mark.parametrize("wrong, kind", [(False, ValueError), (1, TypeError), ("yes", TypeError)])
+def test_compile_is_true_or_none(wrong, kind):
+    with refuses(kind, "'compile'", "True or None"):
+        line_step(compile=wrong)
+
+
 def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
     monkeypatch.setenv("MS_JIT", "0")
     step = line_step()

@@ -363,6 +363,14 @@ def test_a_head_that_is_none(error, head, key):
         TokenMeanLoss(nn.Identity(), head=head())
 
 
+def test_other_wrong_arguments():
+    with refuses(ValueError, "'label_smoothing'"):
+        TokenMeanLoss(nn.Identity(), label_smoothing=1)
+    for name, value in (("block_tokens", 0), ("z_loss", -1.0), ("label_smoothing", -0.1), ("logit_softcap", 0.0)):
+        with refuses(ValueError, f"'{name}'"):
+            TokenMeanLoss(nn.Identity(), **{name: value})
+
+
 def test_hidden_states_and_weights_that_do_not_fit():
     network = Network()
     with refuses(ValueError, "Give the part"):

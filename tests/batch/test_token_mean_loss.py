@@ -205,6 +205,14 @@ def test_labels_that_do_not_fit():
         TokenMeanLoss(head())(Tensor(IDS), Tensor(LABELS[:, :7]))
 
 
+def test_wrong_arguments():
+    with refuses(TypeError, "network that returns logits"):
+        TokenMeanLoss(3)
+    for value in (True, None, -100.0):
+        with refuses(TypeError, "label of padding"):
+            TokenMeanLoss(head(), value)
+
+
 class OwnLoss(nn.Cell):
     """A language model that computes its loss itself."""
 

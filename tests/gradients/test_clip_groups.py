@@ -72,6 +72,12 @@ def test_on_compiled_graphs_in_both_modes(mode):
     np.testing.assert_allclose(np.concatenate(step.optimizer.gradients()), expected, rtol=1e-5, atol=1e-8)
 
 
+def test_a_norm_of_a_group_is_positive_and_finite_as_a_float32():
+    for wrong in (0, -1.5, float("nan"), 1e39, 1e-39):
+        with refuses(ValueError, "'limits['*']'"):
+            ClipByGroupNorm({"*": wrong})
+
+
 def test_a_pattern_that_no_parameter_is_left_for_is_refused():
     with refuses(ValueError, "'embedding' in 'limits' matches no remaining parameter (3 in all", "wide ones last"):
         step_with(ClipByGroupNorm({"*": 1.0, "embedding": 0.1}))

@@ -265,6 +265,12 @@ def test_model_takes_the_names_that_mindspores_has(eager):
     assert weight_of(network) == pytest.approx(descend(range(1, 5), range(5, 9)), rel=1e-3)
 
 
+def test_a_scale_is_at_least_1_grows_and_falls():
+    for name, wrong in (("init_scale", 0.5), ("growth_factor", 0.5), ("backoff_factor", 1.0), ("loss_scale", 128)):
+        with refuses((TypeError, ValueError), f"'{name}'", f"but got {wrong}"):
+            MixedPrecision(**{name: wrong})
+
+
 @pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], indirect=True)
 def test_a_compiled_function_of_the_loop_follows_the_scale_of_a_manager(mode):
     network = line()

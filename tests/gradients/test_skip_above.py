@@ -290,6 +290,8 @@ def test_the_ranks_send_nothing_for_it():
 
 def test_a_spike_is_above_the_mean_and_needs_a_history():
     for wrong in (0, -1.0, np.inf, np.nan):
+        with refuses(ValueError, "'skip_above'"):
+            step_of(skip_above=wrong)
         with refuses(ValueError, "'std'"):
             NormSpike(std=wrong)
     with refuses(ValueError, "'windows'"):

@@ -8,7 +8,8 @@ from linear_toy import line, sgd, toy
 from loop_toy import FOUR, toy_loop
 from mindspore import Tensor, nn
 from modelled_window import plan
-from refusal import loss_cell, refuses, typed
+from refusal import loss_cell, new_step, refuses, typed
+from strategies import ALL_ROWS
 
 from ms_gradaccum import (
     AccumulationConfig,
@@ -19,7 +20,29 @@ from ms_gradaccum import (
     MixedPrecision,
     TokenMeanLoss,
     TrainOneStepCell,
+    verify,
 )
+
+OF_STEP = {
+    "network": (2,),
+    "clip": (1.0, "norm", ClipByGlobalNorm),
+    "parallel": (None, "data", True, np.array([1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", OF_STEP)
+def test_settings_of_a_step_are_of_their_kind(name):
+    for value in OF_STEP[name]:
+        with refuses(TypeError, f"'{name}'", f"but got {value!r}"):
+            new_step(**{name: value})
+
+
+def test_an_optimizer_is_one_of_mindspores():
+    for optimizer, got in ((0.1, "float"), (nn.Dense(1, 1), "Dense"), (line().trainable_params(), "list")):
+        with refuses(TypeError, "'optimizer'", f"but got {got}."):
+            new_step(optimizer=optimizer)
+    with refuses(TypeError, "For 'Accumulator'", "'optimizer'"):
+        Accumulator(loss_cell(), 0.1)
 
 
 def test_a_training_step_is_no_loss_cell():
@@ -46,6 +69,20 @@ WRONG = {
     "a bool as a milestone": (lambda: AccumulationConfig(schedule={True: 1}), "schedule", typed(True)),
     "a negative milestone": (lambda: AccumulationConfig(schedule={-1: 1}), "schedule", "-1"),
     "no batches": (lambda: AccumulationConfig(schedule={0: 0}), "schedule[0]", "0"),
+    "no batches of a config": (lambda: AccumulationConfig(0), "accumulation_steps", "0"),
+    "a float of a config": (lambda: AccumulationConfig(2.0), "accumulation_steps", typed(2.0)),
+    "sync_with_dataloader": (lambda: AccumulationConfig(2, 1), "sync_with_dataloader", typed(1)),
+    "sync_each_batch": (lambda: AccumulationConfig(2, True, None), "sync_each_batch", typed(None)),
+    "schedule": (lambda: AccumulationConfig(schedule=3), "schedule", typed(3)),
+    "no milestones": (lambda: AccumulationConfig(schedule={}), "schedule", "an empty dict"),
+    "weighted": (lambda: GradAccumulation(loss_cell(), 2, weighted=1), "weighted", typed(1)),
+    "a class": (lambda: GradAccumulation(nn.Dense, 2), "network", typed(nn.Dense)),
+    "config": (lambda: Accumulator(loss_cell(), sgd(line()), config=4), "config", typed(4)),
+    "scale": (lambda: toy_loop()[1].scale("x"), "loss", typed("x")),
+    "prepare": (lambda: toy_loop()[1].prepare(5), "objects", typed(5)),
+    "prepare a class": (lambda: toy_loop()[1].prepare(list), "objects", typed(list)),
+    "step of an array": (lambda: toy_loop()[1].step(network=np.array([1, 2])), "network", "ndarray"),
+    "zero_grad of an array": (lambda: toy_loop()[1].zero_grad(network=np.array([1, 2])), "network", "ndarray"),
     "no optimizer of one network": (lambda: Accumulator(loss_cell(), [[]]), "optimizer", "[]"),
     "last_window": (lambda: toy(last_window="keep"), "last_window", "'keep'"),
     "amp_level": (lambda: toy(amp_level="O4"), "amp_level", "'O4'"),
@@ -62,6 +99,16 @@ WRONG = {
 def test_a_wrong_argument_is_refused_by_its_name_and_value(call, name, got, eager):
     with refuses((TypeError, ValueError), f"'{name}'", f"but got {got}"):
         call()
+
+
+# batch_axis, and what is wrong with it.
+WRONG_AXES = [(0.5, 0.5), (True, True), ("0", "0"), ((0, "1"), "1"), ([0, (None, False)], False), ({"x": 1.5}, 1.5)]
+
+
+@pytest.mark.parametrize("batch_axis, wrong", WRONG_AXES, ids=repr)
+def test_batch_axis_is_made_of_ints_and_none(batch_axis, wrong):
+    with refuses(TypeError, "'batch_axis'", typed(wrong)):
+        GradAccumulation(loss_cell(), 2, batch_axis=batch_axis)
 
 
 def test_what_is_like_a_wrong_argument_is_taken():
@@ -91,6 +138,15 @@ def test_a_plan_is_counted_in_the_memory_that_there_is(settings, got):
         plan(**settings)
 
 
+def test_a_path():
+    for value in (3, b"run"):
+        with refuses(TypeError, "'path'", typed(value)):
+            MetricsLogger(value)
+    for value in ("", "a\0b", "\ud800"):
+        with refuses(ValueError, "'path'", f"but got {value!r}."):
+            MetricsLogger(value)
+
+
 def test_what_is_logged_is_a_float(tmp_path, eager):
     cell = loss_cell()
     output = TrainOneStepCell(cell, sgd(cell))(Tensor([[1.0]]), Tensor([[1.0]]))
@@ -98,3 +154,12 @@ def test_what_is_logged_is_a_float(tmp_path, eager):
     with refuses(TypeError, "'large'", f"{10**400}"[:20]):
         logger.log(output, large=10**400)
     assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+def test_settings_of_verify(eager):
+    cell = GradAccumulation(loss_cell(), 2, batch_axis=(0, 0))
+    with refuses(TypeError, "For 'verify'", "'weighted'", typed(2)):
+        verify(cell, ALL_ROWS, None, weighted=2)
+    with refuses(ValueError, "For 'verify'", "'weighted'", "'no'"):
+        verify(cell, ALL_ROWS, None, weighted="no")
+    assert verify(cell, ALL_ROWS, None, batch_axis=[0, 0]).equal

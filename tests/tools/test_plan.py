@@ -133,13 +133,17 @@ def test_a_plan_is_a_dataclass_and_can_be_planned_again():
 
 
 MULTIPLE = "a multiple of batch_size * ranks = 32"
+COUNTS = ("batch_size", "ranks", "accumulation_steps", "global_batch", "epochs", "dataset_size")
 # The settings, whose last one is refused, the rule, and the value.
 REFUSED = [
     ({"drop_remainder": True, "ranks": 2, "dataset_size": 14}, "at least one batch of 8 rows", "7 rows on each"),
     ({"ranks": 4, "global_batch": 250}, MULTIPLE, "250"),
     ({"ranks": 4, "global_batch": 25}, MULTIPLE, "25"),
     ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3"),
-    ({"global_batch": "8"}, "a positive int", "'8' of type str"),
+    ({"drop_remainder": 1}, "a bool", "1 of type int"),
+    ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'"),
+    *[({name: "8"}, "a positive int", "'8' of type str") for name in COUNTS],
+    ({"ranks": None}, "a positive int", "None of type NoneType"),
     ({"epochs": None, "steps": 0}, "a positive int", "0"),
 ]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.generator import default_generator
-from refusal import refuses
+from refusal import refuses, typed
 from verify_probe import LOSS, assert_causes
 
 from ms_gradaccum import GradAccumulation, ParameterDifference, TrainOneStepCell, VerifyReport, verify
@@ -214,6 +214,25 @@ def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
 def test_a_grad_accumulation_of_mindspore_is_one_of_this_package():
     found = verify(ms.parallel.nn.GradAccumulation(Line(), 2), batch(), None)
     assert found.equal and found.micro_batches == verify(Line(), batch(), 2).micro_batches
+
+
+# The argument, its value, the rule, what the sentence says of the value (or its type alone), and the way out.
+WRONG = [
+    ("network", nn.WithLossCell(nn.ReLU(), nn.MSELoss()), "none"),
+    ("batch", "x", None),
+    ("micro_size", None, None),
+    ("micro_size", 0, "0"),
+    ("rtol", True, None),
+    ("rtol", float("nan"), "nan"),
+    ("reference", 1, None),
+]
+
+
+@pytest.mark.parametrize("name, value, got", WRONG)
+def test_wrong_arguments_are_refused(name, value, got):
+    given = {"network": Line(), "batch": batch(), "micro_size": 2, name: value}
+    with refuses(ValueError if got else TypeError, f"'{name}'", f"but got {got or typed(value)}."):
+        verify(**given)
 
 
 @pytest.mark.parametrize(
