@@ -17,7 +17,6 @@ MASK = np.float32([1, 0, 0, 1, 1, 1, 0, 1])
 
 OTHER_LOSS = "network differs from reference on the whole batch (losses {:.4g} and {:.4g})"
 NOT_FINITE = "An Inf or NaN in {}: nothing can be compared."
-OF_STATE = "The same rows have another loss in each pass"
 
 
 class Loss(nn.Cell):
@@ -44,22 +43,6 @@ def mean_over_marked(output, y):
 def sum_over_marked(output, y):
     mask = (y > 0).astype(ms.float32)
     return (ops.square(output - y) * mask).sum(), mask.sum()
-
-
-class Queue(nn.Cell):
-    """Compares with rows of earlier batches, and leaves its own; after all of a batch it is the same either way."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([1.0, -1.0], ms.float32), "weight")
-        self.queue = Parameter(
-            Tensor(np.linspace(1, 2, 32, dtype=np.float32).reshape(16, 2)), "queue", requires_grad=False
-        )
-
-    def construct(self, x, y):
-        loss = ops.square(ops.matmul(x * self.weight, self.queue.T) - y.reshape(-1, 1)).mean()
-        ops.assign(self.queue, ops.concat((self.queue[x.shape[0] :], x)))
-        return loss
 
 
 MARKED = np.where(MASK, np.abs(Y) + 0.1, -np.abs(Y) - 0.1).astype(np.float32)
@@ -168,10 +151,6 @@ def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):
     loss_cell = Loss(sum_over_marked)
     reference = sharing(Loss(mean_over_marked), loss_cell)
     assert verify(loss_cell, batch(X, MARKED), 3, weighted=True, reference=reference).equal
-
-
-def test_what_a_micro_batch_leaves_to_the_next_is_named():
-    assert_causes(verify(Queue(), batch(X, Y), 4), OF_STATE)
 
 
 def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):

@@ -158,29 +158,6 @@ def test_a_parameter_that_a_graph_changes_otherwise_is_named():
     assert network.counts == [] and network.seen.asnumpy() == 0
 
 
-class Remembers(Line):
-    """Leaves things behind."""
-
-    def __init__(self):
-        super().__init__()
-        self.last, self.losses, self.by_name = None, [], {"a": 1}
-
-    def construct(self, x, y):
-        loss = super().construct(x, y)
-        self.last = loss
-        self.losses.append(loss)
-        self.by_name["b"] = loss
-        return loss
-
-
-def test_what_a_run_leaves_in_attributes_is_taken_back():
-    network = Remembers()
-    losses = network.losses
-    assert compiled(network).equal
-    assert (network.last, network.losses, network.by_name) == (None, [], {"a": 1})
-    assert network.losses is losses
-
-
 def test_an_inf_cannot_be_compared():
     class NotFinite(Line):
         def construct(self, x, y):

@@ -6,7 +6,6 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
-from ms_gradaccum.loops.epoch import PassSteps
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -148,21 +147,3 @@ def test_model_tells_its_callbacks_while_it_trains_and_no_longer(listener):
     assert listener.told[-1] == ("update_end", 8, 4, 0)
     model.train(1, batches(8))
     assert len(listener.told) == len(names)
-
-
-def test_model_tells_of_the_update_of_a_graph(listener):
-    """In data sink mode the step is not called from Python, and its output comes as a plain tuple."""
-    _, model = toy()
-    output = model.train_network(Tensor(X), Tensor(2 * X))
-
-    class Context:
-        net_outputs, cur_step_num, batch_num, cur_epoch_num = tuple(output._asdict().values()), 1, 4, 1
-
-        def original_args(self):
-            return self
-
-    steps = PassSteps(model, [], batches(2), 0, 1)
-    with model.train_network.events.listening([listener]):
-        steps.on_train_step_end(Context())
-    assert [told[0] for told in listener.told] == ["update_end"]
-    assert [told._asdict() for told in listener.outputs()] == [output._asdict()]
