@@ -77,11 +77,11 @@ class AccumulationConfig:
         check.check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if self.schedule is not None:
             check_schedule(_OWNER, "schedule", self.schedule)
-        if self.schedule is not None and self.accumulation_steps != 1:
-            raise ValueError(
-                f"For 'AccumulationConfig', the argument 'accumulation_steps' must be 1 with a schedule, but got "
-                f"{self.accumulation_steps!r} and a schedule. Leave the schedule out, or put the number into it."
-            )
+            if self.accumulation_steps != 1:
+                raise ValueError(
+                    f"For '{_OWNER}', the argument 'accumulation_steps' must be 1 with a schedule, but got "
+                    f"{self.accumulation_steps!r} and a schedule. Leave the schedule out, or put the number into it."
+                )
 
     @property
     def window_length(self) -> WindowLength:

@@ -74,7 +74,7 @@ def scale_stays_a_number(precision):
 
 def config_gives_counts(config):
     # What a function returns is seen only when it is called; what it raises is its author's to see.
-    if not isinstance(config.schedule, nn.Cell):
+    if not isinstance(config.window_length.steps, nn.Cell):
         refusal(config.steps_for, epoch=0, updates=0)
     config.as_text()
 
