@@ -4,11 +4,12 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import functional as F
 
+from ms_gradaccum.backend.arithmetic import Tensors, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 # The blocks of the default have so many logits, 32 MiB in float32.
 _LOGITS_OF_BLOCK = 2**23
-_LEAST_TOKENS = 256
+_LEAST_TOKENS = 128
 Block = tuple[int, int | None]
 _softmax = ops.Softmax(-1)
 _argmax = ops.ArgMaxWithValue(1)
@@ -54,9 +55,9 @@ class BlockwiseCrossEntropy(nn.Cell):
         Without a head, ``hidden`` are the logits, and nothing reads ``weight``. The products have the dtype of
         ``hidden``. The labels are valid classes.
         """
-        head = ops.cast(weight, hidden.dtype)
+        head = as_dtype(weight, hidden.dtype)
         total = Tensor(0.0, ms.float32)
-        log_sum_exps: tuple[Tensor, ...] = ()
+        log_sum_exps: Tensors = ()
         for begin, end in self.blocks(hidden, weight):
             # The blocks run one after the other, so that their logits do not exist at the same time.
             part = ops.depend(rows(hidden, begin, end), total)
@@ -91,33 +92,36 @@ class BlockwiseCrossEntropy(nn.Cell):
         dout: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """Return the gradients. The logits are computed again."""
-        head = ops.cast(weight, hidden.dtype)
+        head = as_dtype(weight, hidden.dtype)
         rates = token_weights * dout[0]
         factors = rates
         if self.z_loss > 0:
             factors = rates + rates * out[1] * (2 * self.z_loss)
-        hidden_grads: tuple[Tensor, ...] = ()
-        weight_grad = ops.zeros(weight.shape, ms.float32)
-        bias_grad = ops.zeros(bias.shape, ms.float32)
+        nothing = ops.zeros_like(token_weights)
+        hidden_grads: Tensors = ()
+        # Those of the stand-ins, until the first block. Zeros of their size would be constants, which are never freed.
+        weight_grad = nothing
+        bias_grad = nothing
         for begin, end in self.blocks(hidden, weight):
             part = ops.depend(rows(hidden, begin, end), (hidden_grads, weight_grad, bias_grad))
-            logits = self.logits(part, head, bias)
             rate = column(rates, begin, end)
-            grad = self.grad_of_logits(logits, column(labels, begin, end), rate, column(factors, begin, end))
+            factor = column(factors, begin, end)
+            # The logits have no name, with which PYNATIVE mode would keep them until the next block.
+            grad = self.grad_of_logits(self.logits(part, head, bias), column(labels, begin, end), rate, factor)
             if self.has_bias:
-                bias_grad = bias_grad + _product_of_transposed(ops.ones_like(rate), grad).reshape(-1)
-            grad = ops.cast(grad, hidden.dtype)
+                of_bias = _product_of_transposed(ops.ones_like(rate), grad).reshape(-1)
+                bias_grad = of_bias if begin == 0 else bias_grad + of_bias
+            grad = as_dtype(grad, hidden.dtype)
             if self.has_head:
-                weight_grad = weight_grad + ops.cast(_product_of_transposed(grad, part), ms.float32)
+                of_weight = as_dtype(_product_of_transposed(grad, part), ms.float32)
+                weight_grad = of_weight if begin == 0 else weight_grad + of_weight
                 grad = _product(grad, head)
             hidden_grads += (grad,)
-        return (
-            joined(hidden_grads),
-            ops.cast(weight_grad, weight.dtype),
-            ops.cast(bias_grad, bias.dtype),
-            ops.zeros_like(labels),
-            ops.zeros_like(token_weights),
-        )
+        # Not `as_dtype`: after many blocks, MindSpore's compiler fails at a function that is called for the first time.
+        if weight.dtype != ms.float32:
+            weight_grad = ops.cast(weight_grad, weight.dtype)
+        bias_grad = ops.cast(bias_grad, bias.dtype)
+        return joined(hidden_grads), weight_grad, bias_grad, ops.zeros_like(labels), nothing
 
     def grad_of_logits(self, logits: Tensor, labels: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
@@ -133,9 +137,9 @@ class BlockwiseCrossEntropy(nn.Cell):
     def logits(self, part: Tensor, head: Tensor, bias: Tensor) -> Tensor:
         if self.has_head:
             part = _product_with_transposed(part, head)
-        logits = ops.cast(part, ms.float32)
+        logits = as_dtype(part, ms.float32)
         if self.has_bias:
-            logits = _add_bias(logits, ops.cast(bias, ms.float32))
+            logits = _add_bias(logits, as_dtype(bias, ms.float32))
         if self.logit_softcap is not None:
             logits = ops.tanh(logits * (1 / self.logit_softcap)) * self.logit_softcap
         return logits
@@ -158,7 +162,7 @@ def column(values: Tensor, begin: int, end: int | None) -> Tensor:
     return rows(values, begin, end).reshape(-1, 1)
 
 
-def joined(parts: tuple[Tensor, ...]) -> Tensor:
+def joined(parts: Tensors) -> Tensor:
     return parts[0] if len(parts) == 1 else ops.concat(parts)
 
 

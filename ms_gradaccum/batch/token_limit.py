@@ -23,6 +23,7 @@ from ms_gradaccum.batch.split import (
 
 _OWNER = "GradAccumulation"
 _LEAST_LENGTH = 8
+_LEAST_SHARE = 16  # No row is cut to less than this part of the padded length.
 # The number of shapes with a graph of their own, before one graph for all further shapes takes over.
 MOST_GRAPHS = 32
 # What tells the lengths of the rows: the place of an input, or a function of all inputs.
@@ -158,8 +159,9 @@ def group_rows(lengths: _Array, longest: int, limit: int) -> list[RowGroup]:
     """Return groups of rows, the longest first, whose number times the length that they are cut to is in the limit.
 
     Groups have few shapes, whatever the lengths, because each is a graph of its own: lengths are powers of two, and so
-    are the numbers of the rows that fill no group.
+    are the numbers of the rows that fill no group. The shortest rows have one length.
     """
+    least = max(_LEAST_LENGTH, longest // _LEAST_SHARE)
     order = np.argsort(-lengths, kind="stable").tolist()
     if lengths[order[0]] > limit:
         raise ValueError(
@@ -169,7 +171,7 @@ def group_rows(lengths: _Array, longest: int, limit: int) -> list[RowGroup]:
     groups = []
     while order:
         power_of_two = 1 << (int(lengths[order[0]]) - 1).bit_length()
-        length = min(max(power_of_two, _LEAST_LENGTH), longest, limit)
+        length = min(max(power_of_two, least), longest, limit)
         size = limit // length
         if len(order) < size:
             size = 1 << (len(order).bit_length() - 1)

@@ -60,7 +60,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         head (Union[Cell, Parameter, tuple[Parameter], None]): Linear layer from hidden states to logits: an
             ``nn.Dense``, a ``mint.nn.Linear``, its weight of shape :math:`(C, D)`, or a tuple of weight and bias. The
             table of an embedding, which is also in `backbone`, gets the sum of both gradients. Default: ``None``.
-        block_tokens (Union[int, None]): Tokens of a block. By default, 32 MiB of logits, and at least 256 tokens.
+        block_tokens (Union[int, None]): Tokens of a block. By default, 32 MiB of logits, and at least 128 tokens.
             Default: ``None``.
 
     Keyword Args:

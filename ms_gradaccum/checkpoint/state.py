@@ -29,6 +29,7 @@ from ms_gradaccum.backend.random_states import checked_random_states, put_random
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, Held, SavedState, check_arguments
+from ms_gradaccum.gradients.norm_limit import NORMS
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
@@ -367,7 +368,7 @@ class _SavedTensors:
     def parts_of(self, name: str, held: Held) -> list[Array]:
         """Return a tensor, or the parts of a window's sums, which are added up over the saving ranks."""
         if held.window is None:
-            return [self.own[name]]
+            return [self.own[name]] if name in self.own else []
         opened = [rank for rank, counts in enumerate(self.batches) if counts[held.window] > 0]
         if name in self.shared:
             opened = opened[:1]
@@ -387,6 +388,8 @@ def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Arra
     """Return the new value of each parameter. Raise if the tensors do not match the step."""
     needed = {name for name, held in contents.held.items() if held.window is None}
     for verb, wrong in (("lacks", needed - saved.own.keys()), ("also has", saved.own.keys() - contents.held.keys())):
+        # The norms of a `NormSpike` begin anew, and are left out without one.
+        wrong = {name for name in wrong if NORMS not in name}
         if wrong:
             raise another_program(f"{verb} {listed(sorted(wrong), 3)}")
     values = []

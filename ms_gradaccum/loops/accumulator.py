@@ -36,6 +36,7 @@ from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.window_length import AccumulationSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,11 +81,12 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             :class:`GradAccumulation` (which also splits each batch), or a :class:`TokenMeanLoss`.
         optimizer (Union[Cell, list[Cell]]): Optimizer of the network's weights. One network may have several, for
             different weights; several networks take a list with one entry each (which may be a list).
-        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+        accumulation_steps (Union[int, dict[int, int], BySamples, Callable]): Number of batches of one update, as for
+            :class:`TrainOneStepCell`; a dict from epochs to numbers needs a prepared dataset. Default: ``1``.
 
     Keyword Args:
-        config (AccumulationConfig, optional): Options for the end of the data, a schedule of `accumulation_steps`, and
-            the communication of the ranks. Default: ``None``.
+        config (AccumulationConfig, optional): Options for the end of the data and the communication of the ranks.
+            Default: ``None``.
         clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Cell, None]): Clipping of each window's mean
             gradient, without a call of `clip_grad_norm`, as for :class:`TrainOneStepCell`. Default: ``None``.
         skip_above (Union[float, NormSpike, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
@@ -140,7 +142,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         self,
         network: nn.Cell | Sequence[nn.Cell],
         optimizer: nn.Cell | Sequence[nn.Cell | Sequence[nn.Cell]],
-        accumulation_steps: int = 1,
+        accumulation_steps: AccumulationSteps = 1,
         *others: NoReturn,
         config: AccumulationConfig | None = None,
         **options: "Unpack[LoopOptions]",
@@ -172,13 +174,13 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
 
     def _build_for_graphs(self, trained: TrainedNetwork) -> None:
         """Build what a larger graph needs, in which there is one network with one optimizer."""
-        self.steps = self.config.accumulation_steps
+        self.steps = self.gradient_accumulation_steps
         # True if a batch without a weight counts as much as others of its update.
-        self.counts_alike = self.steps > 1 or trained.is_distributed
+        self.counts_alike = self.config.window_length.most > 1 or trained.is_distributed
         self.add_grads: Any = None
         self.end: Any = None
         self.shapes: list[tuple[int, ...]] | None = None
-        if len(self.windows) == len(trained.reducers) == 1 and self.config.schedule is None:
+        if len(self.windows) == len(trained.reducers) == 1 and self.config.window_length.is_fixed:
             self.add_grads = trained.add_grads_cell
             (self.end,) = trained.ends.of_optimizers
             self.shapes = [tuple(each.shape) for each in trained.micro_steps.parameters]
@@ -252,7 +254,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     @property
     def gradient_accumulation_steps(self) -> int:
         """Number of batches of one update, by Accelerate's name; 1 with a schedule."""
-        return self.config.accumulation_steps
+        length = self.config.window_length
+        return length.most if length.is_fixed else 1
 
     def accumulate(self, *networks: nn.Cell) -> AbstractContextManager[None]:
         """Return the context of one batch. `sync_gradients` is known from its beginning.

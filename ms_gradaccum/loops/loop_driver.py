@@ -182,7 +182,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         if len(lengths) == 1 and trained.network.batch_axis == 0:
             rows = lengths.pop()
         is_whole = all(each.pieces == 0 for each in batches)
-        is_alone = self.config.accumulation_steps == 1 and self.config.schedule is None and not trained.is_distributed
+        is_alone = self.config.window_length.most == 1 and not trained.is_distributed
         if not (is_alone or (rows and is_whole) or self.has_warned_of_rows):
             self.has_warned_of_rows = True
             warn(UNWEIGHTED)

@@ -9,7 +9,13 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.plain_state import PlainState
-from ms_gradaccum.training.window_length import Schedule, WindowLength, check_schedule
+from ms_gradaccum.training.window_length import (
+    AccumulationSteps,
+    Schedule,
+    WindowLength,
+    check_schedule,
+    check_window_length,
+)
 
 _OWNER = "AccumulationConfig"
 EARLY = (
@@ -30,16 +36,18 @@ class AccumulationConfig:
     The first three names are those of Hugging Face Accelerate's ``GradientAccumulationPlugin``.
 
     Args:
-        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+        accumulation_steps (Union[int, dict[int, int], BySamples, Callable]): Number of batches of one update, which may
+            change at the begin of a window: a dict from passes over the prepared dataset, counted from 0, to the
+            batches per window from that pass on (1 before the first key); a :class:`BySamples`; or a function from the
+            number of updates so far to the batches of the next update, as ``every_k_schedule`` of optax's
+            ``MultiSteps``. Default: ``1``.
         sync_with_dataloader (bool): Whether a window ends with the prepared dataset: the last update has the remaining
             batches and is divided by their true weight. If ``False``, the window continues in the next pass. Default:
             ``True``.
         sync_each_batch (bool): Whether the ranks add up their gradients in each micro batch instead of once per
             update, see :class:`DataParallel`. Default: ``False``.
-        schedule (Union[dict[int, int], BySamples, Callable, None]): `accumulation_steps` that change at the begin of a
-            window: a dict from passes over the prepared dataset, counted from 0, to the batches per window from that
-            pass on (1 before the first key); a :class:`BySamples`; or a function from the number of updates so far to
-            the batches of the next update, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+        schedule (Union[dict[int, int], BySamples, Callable, None]): Earlier name of `accumulation_steps` that change.
+            Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -51,18 +59,18 @@ class AccumulationConfig:
 
     Examples:
         >>> from ms_gradaccum import AccumulationConfig
-        >>> config = AccumulationConfig(schedule={1: 2, 3: 4})
+        >>> config = AccumulationConfig({1: 2, 3: 4})
         >>> print([config.steps_for(epoch, updates=0) for epoch in range(5)])
         [1, 2, 2, 4, 4]
     """
 
-    accumulation_steps: int = 1
+    accumulation_steps: AccumulationSteps = field(default=1, hash=False)
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     schedule: Schedule | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        check.check_accumulation_steps(_OWNER, self.accumulation_steps)
+        check_window_length(_OWNER, self.accumulation_steps)
         check.check_bool(
             _OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over."
         )
@@ -72,38 +80,38 @@ class AccumulationConfig:
         if self.schedule is not None and self.accumulation_steps != 1:
             raise ValueError(
                 f"For 'AccumulationConfig', the argument 'accumulation_steps' must be 1 with a schedule, but got "
-                f"{self.accumulation_steps} and a schedule. Put the number into the schedule, for example "
-                f"schedule={{0: 1, 4: 2}}."
+                f"{self.accumulation_steps!r} and a schedule. Leave the schedule out, or put the number into it."
             )
 
     @property
     def window_length(self) -> WindowLength:
         if self.schedule is None:
-            return WindowLength(_OWNER, "accumulation_steps", self.accumulation_steps)
-        return WindowLength(_OWNER, "schedule", self.schedule)
+            return WindowLength("Accumulator", "accumulation_steps", self.accumulation_steps)
+        return WindowLength("Accumulator", "schedule", self.schedule)
 
     def as_text(self) -> str:
         """Return the settings as a text that is equal on all ranks."""
-        return repr(replace(self, schedule=None)) + self.window_length.as_text()
+        return repr(replace(self, accumulation_steps=1, schedule=None)) + self.window_length.as_text()
 
     def steps_for(self, epoch: int | None, updates: int, batches: int = 0) -> int:
         """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
         return self.window_length.at(epoch, updates, batches)
 
 
-def merge_config(owner: str, accumulation_steps: object, config: object) -> AccumulationConfig:
+def merge_config(owner: str, accumulation_steps: AccumulationSteps, config: object) -> AccumulationConfig:
     """Merge `accumulation_steps` and a config into one config."""
-    accumulation_steps = check.check_accumulation_steps(owner, accumulation_steps)
+    check_window_length(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     rule = "an AccumulationConfig or None"
     config = check.check_type(owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out.")
-    if accumulation_steps in (1, config.accumulation_steps):
+    its_steps = config.window_length.steps
+    if accumulation_steps in (1, its_steps):
         return config
-    if config.accumulation_steps != 1:
+    if its_steps != 1:
         raise ValueError(
             f"For '{owner}', the argument 'accumulation_steps' must be that of the config, but got "
-            f"{accumulation_steps} and a config with {config.accumulation_steps}. Give it only once."
+            f"{accumulation_steps!r} and a config with {its_steps!r}. Give it only once."
         )
     return replace(config, accumulation_steps=accumulation_steps)
 

@@ -317,8 +317,8 @@ def test_a_label_that_is_no_class_is_an_error(label, mode):
 def test_the_size_of_a_block():
     assert blocks_of(10, 5, 4) == ((0, 4), (4, 8), (8, 10))
     assert blocks_of(10, 5, 10) == blocks_of(10, 5, 99) == ((0, None),)
-    # 32 MiB of float32, and at least 256 tokens.
-    assert [blocks_of(10**6, classes, None)[0] for classes in (1024, 32768, 131072)] == [(0, 8192), (0, 256), (0, 256)]
+    # 32 MiB of float32, and at least 128 tokens.
+    assert [blocks_of(10**6, classes, None)[0] for classes in (1024, 32768, 131072)] == [(0, 8192), (0, 256), (0, 128)]
 
 
 def test_open_lengths_are_one_block(mode):

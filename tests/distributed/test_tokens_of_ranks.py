@@ -25,11 +25,12 @@ def test_a_mean_over_tokens_is_one_over_those_of_all_ranks(name, two):
     assert np.abs(alike - expected).max() > 1e-2
 
 
-def test_gradients_of_uneven_rows_count_by_the_rows_of_a_prepared_dataset(two):
+@pytest.mark.parametrize("name", ["prepared", "given"])
+def test_gradients_of_uneven_rows_count_by_their_rows(name, two):
     ranks = by_rank(row_gradients)
     expected = -0.5 * np.concatenate(ranks).mean()
     for report in two:
-        weight, said = report["prepared"]
+        weight, said = report[name]
         np.testing.assert_allclose(weight, [expected], rtol=1e-5)
         assert said == []
     # The known wrong answers: each rank counts alike, and each batch.

@@ -59,20 +59,20 @@ def by_the_network():
     return cell.network.weight.asnumpy().tolist(), float(output.weight)
 
 
-def by_gradients(prepares):
-    """A loop that gives gradients without a weight: those of uneven rows."""
+def by_gradients(knows_rows):
+    """A loop that gives gradients of uneven rows, whose number the loop, a prepared dataset or nobody knows."""
     network = Line()
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.5), 2)
     batches = [(row_batch(rank, number),) for number in range(len(ROWS[rank]))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for (x,) in accumulator.prepare(batches) if prepares else batches:
+        for (x,) in accumulator.prepare(batches) if knows_rows == "dataset" else batches:
             gradient = (2 * x * (x * network.weight.asnumpy() - 2 * x)).mean(keepdims=True)
-            accumulator((Tensor(gradient),))
+            accumulator((Tensor(gradient),), weight=len(x) if knows_rows == "loop" else None)
     said = [str(each.message) for each in caught if "need a weight" in str(each.message)]
     return network.weight.asnumpy().tolist(), said
 
 
 results = {"by number": by_number(), "by the network": by_the_network()}
-results |= {"prepared": by_gradients(True), "unprepared": by_gradients(False)}
+results |= {"prepared": by_gradients("dataset"), "given": by_gradients("loop"), "unprepared": by_gradients("nobody")}
 report(rank, results)

@@ -172,6 +172,25 @@ def test_a_resumed_training_knows_the_norms_of_before(at, tmp_path):
 
 
 @pytest.mark.usefixtures("eager")
+def test_a_spike_may_come_and_go_with_a_resume(tmp_path):
+    plain = step_of(sgd_of)
+    run_windows(plain, LEVELS[:9])
+    save_state(plain, tmp_path / "without")
+    watched = step_of(sgd_of, skip_above=NormSpike(**SPIKE))
+    run_windows(watched, [100, *LEVELS[:20]])
+    load_state(watched, tmp_path / "without")
+    # The norms begin anew, also those that the step itself had.
+    assert run_windows(watched, LEVELS) == run_windows(step_of(sgd_of, skip_above=NormSpike(**SPIKE)), LEVELS)
+    save_state(watched, tmp_path / "with")
+    load_state(plain, tmp_path / "with")
+    expected = {name: value for name, value in values_of(watched).items() if "skip_above" not in name}
+    assert changed(values_of(plain), expected) == set()
+    # Those of another number of windows are no norms of this one.
+    with refuses(ValueError, "skip_above.norms"):
+        load_state(step_of(sgd_of, skip_above=NormSpike(windows=16)), tmp_path / "with")
+
+
+@pytest.mark.usefixtures("eager")
 def test_two_optimizers_of_a_network_have_one_norm():
     network = nn.CellList([Weights(1), Weights(1)])
     network.update_parameters_name("w.")

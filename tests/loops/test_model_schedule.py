@@ -1,15 +1,14 @@
 """Windows whose number of batches follows a schedule, in a Model and in a step: next to a loop by hand."""
 
 import mindspore as ms
-import numpy as np
 import pytest
 from linear_toy import Recorder, batches, descend, line, sgd, weight_of
-from loop_toy import FOUR, toy_loop, updates_of
+from loop_toy import FOUR, updates_of
 from mindspore import nn
 from refusal import refuses
 from step_probe import Around, compilations
 
-from ms_gradaccum import BySamples, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, BySamples, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.settings import check_step
 from ms_gradaccum.training.window_length import WindowLength
@@ -145,11 +144,20 @@ def test_a_step_follows_updates_and_samples(tmp_path):
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_loop_follows_samples():
-    schedule, length_of = SCHEDULES["samples"]
-    network, accumulator = toy_loop(schedule=schedule)
-    assert updates_of(accumulator, FOUR * EPOCHS) == by_hand(length_of, "carry")[1]
-    assert np.isfinite(weight_of(network))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_loop_trains_the_windows_of_a_schedule(name):
+    schedule, length_of = SCHEDULES[name]
+    windows, expected = by_hand(length_of)
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    accumulator = Accumulator(loss_cell, sgd(network, RATE), schedule, check_loss=False)
+    data = accumulator.prepare(FOUR)
+    updated = []
+    for _ in range(EPOCHS):
+        updated += updates_of(accumulator, data)
+    assert updated == expected
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+    assert accumulator.gradient_accumulation_steps == 1
 
 
 @pytest.mark.usefixtures("eager")
