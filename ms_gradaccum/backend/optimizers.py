@@ -266,6 +266,13 @@ def _rate_in(group: dict[str, Any], rate: Parameter) -> Any:
     return value if isinstance(value, float) else rate
 
 
+def _copy_of(rate: Any) -> Tensor:
+    """Return a copy of a rate, because the report outlives the next change of the parameter."""
+    if isinstance(rate, Tensor) and rate.ndim == 1:
+        rate = rate[0]  # MindSpore 2.7 cannot compile its reshape(()) in a larger graph.
+    return scalar(rate) + 0.0
+
+
 class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
@@ -304,9 +311,9 @@ class LearningRate(nn.Cell):
             for schedule in self.optimizer.learning_rate:
                 rates += (schedule(self.optimizer.global_step),)
         if isinstance(rates, (tuple, list)):
-            rates = tuple([scalar(rate) + 0.0 for rate in rates])
+            rates = tuple([_copy_of(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0]
-        return scalar(rates) + 0.0  # + 0.0 makes a copy, because the report outlives the next change of the parameter.
+        return _copy_of(rates)
 
     def before_update(self) -> Tensor:
         """Return the learning rate of the next update, or NaN if only the update can compute it. Called by the host."""
