@@ -63,7 +63,7 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
     parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
+    known = [each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     unknown = [name for name in arguments if name not in known]
     if not unknown:
         return

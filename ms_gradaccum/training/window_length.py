@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from mindspore import nn
 
 from ms_gradaccum import _checks as check
 
@@ -89,7 +92,7 @@ class WindowLength:
 
 def check_window_length(owner: str, steps: AccumulationSteps) -> WindowLength:
     """Return the length of windows for the argument `accumulation_steps`, a number or a schedule."""
-    if isinstance(steps, (dict, BySamples)) or callable(steps):
+    if isinstance(steps, (dict, BySamples)) or _is_function(steps):
         check_schedule(owner, "accumulation_steps", steps)
     else:
         check.check_accumulation_steps(owner, steps)
@@ -100,8 +103,13 @@ def check_schedule(owner: str, name: str, schedule: Schedule) -> None:
     """Raise unless ``schedule``, the argument ``name``, is one."""
     if isinstance(schedule, dict):
         _check_milestones(owner, name, schedule)
-    elif not (isinstance(schedule, BySamples) or callable(schedule)):
+    elif not (isinstance(schedule, BySamples) or _is_function(schedule)):
         raise TypeError(check.argument_error(owner, name, _RULE, check.typed(schedule), _example(name)))
+
+
+def _is_function(value: object) -> TypeGuard[Callable[[int], int]]:
+    # A cell is callable, too: mostly an optimizer or a loss in a wrong place.
+    return callable(value) and not isinstance(value, nn.Cell)
 
 
 def _example(name: str) -> str:
