@@ -20,14 +20,14 @@ NUM_DEVIATIONS = 10
 _LENGTH = 9973
 _SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, _LENGTH))
 
-AddMicroBatch = Callable[[Rows], object]  # Adds the gradients of rows to the buffers.
+AddRows = Callable[[Rows], object]  # Adds the gradients of rows to the buffers.
 
 
 class Program(NamedTuple):
     """The training program: its micro step, the same built anew, and the empty buffers of its window."""
 
-    add: AddMicroBatch
-    add_anew: AddMicroBatch
+    add: AddRows
+    add_anew: AddRows
     buffers: list[GradientBuffer]
 
 
@@ -49,7 +49,7 @@ def gradient_error(losses: LossOfRows, program: Program, a: Rows, b: Rows) -> fl
 def _error(losses: LossOfRows, program: Program, first: Rows, second: Rows) -> float:
     totals = [_totals(program.buffers)]
 
-    def added(add: AddMicroBatch, *parts: Rows, seed: int = 0) -> Array:
+    def added(add: AddRows, *parts: Rows, seed: int = 0) -> Array:
         """Return what rows add to the loss and to the sums of the gradients."""
         for rows in parts:
             losses.state.put_back_random(seed)
