@@ -150,7 +150,7 @@ def by_loop() -> int:
     loss_cell, _, _ = build()
     optimizer = SGD(loss_cell.trainable_params(), 0.02)
     config = AccumulationConfig(schedule={0: 2, 3: 4}, sync_with_dataloader=True)
-    assert_type(config.accumulation_steps, int)
+    assert_type(config.sync_with_dataloader, bool)
     assert_type(config.steps_for(5, updates=0), int)
     accumulator = Accumulator(loss_cell, optimizer, config=config, clip=ClipByGroupNorm({"*": 1000.0}))
     x = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1)
