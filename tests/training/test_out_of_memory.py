@@ -211,6 +211,9 @@ class Wide(nn.Cell):
         return self.last(ops.tanh(self.first(x))).mean()
 
 ms.set_context(mode=getattr(ms, sys.argv[1]))
+if sys.argv[1] == "PYNATIVE_MODE":
+    # Otherwise operators that wait in MindSpore's queue may run on without memory, and end the process.
+    ms.runtime.launch_blocking()
 network = Wide()
 accumulation = GradAccumulation(network, "auto")
 step = TrainOneStepCell(accumulation, nn.SGD(network.trainable_params(), 0.1), check_loss=False)
