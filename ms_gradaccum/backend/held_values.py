@@ -21,8 +21,12 @@ def content_of(holder: Any) -> Any:
             return copied(holder)
     if is_a(holder, np.ndarray) and holder.nbytes <= _LARGE_ARRAY:
         return holder.copy()
-    if is_a(holder, GENERATORS):
-        return holder.__getstate__()
+    if is_a(holder, random.Random):
+        return holder.getstate()
+    if is_a(holder, np.random.Generator):
+        return holder.bit_generator.state
+    if is_a(holder, np.random.RandomState):
+        return holder.get_state()
     if is_a(holder, CellType):
         with suppress(ValueError):  # A variable without a value.
             return [holder.cell_contents]
@@ -33,9 +37,12 @@ def fill(holder: Any, content: Any) -> None:
     """Restore what `content_of` has returned. Containers that are unchanged are left alone."""
     if is_a(holder, np.ndarray):
         holder[...] = content
-    elif is_a(holder, GENERATORS):
-        generator: Any = holder
-        generator.__setstate__(content)
+    elif is_a(holder, random.Random):
+        holder.setstate(content)
+    elif is_a(holder, np.random.Generator):
+        holder.bit_generator.state = content
+    elif is_a(holder, np.random.RandomState):
+        holder.set_state(content)
     elif is_a(holder, CellType):
         holder.cell_contents = content[0]
     elif differs(holder, content):

@@ -24,7 +24,7 @@ Bounds = tuple[tuple[int, int], ...]
 _OWNER = "GradAccumulation"
 _PAD = "Pad a list that has an item for each row to one tensor. "
 TENSORS = (Tensor, np.ndarray)
-_is_host = functools.cache(is_host)  # It is asked for each tensor of each batch.
+cuts_on_host = functools.cache(is_host)  # It is asked for each tensor of each batch.
 _AXIS_RULE = "an int, None or one of these per input"
 _AXIS_REMEDY = "Give {} one axis for all inputs, or one entry per input, None for one that is not split."
 
@@ -278,7 +278,7 @@ def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list
         return [tensor] * len(bounds)
     before = (slice(None),) * (axis % tensor.ndim)
     # On CPU the data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
-    is_on_host = _is_host()
+    is_on_host = cuts_on_host()
     if is_on_host:
         tensor = tensor.asnumpy()
     parts = []

@@ -8,7 +8,6 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ms_gradaccum._checks import check_positive_int, typed
-from ms_gradaccum.backend.device import is_host
 from ms_gradaccum.batch.split import (
     BatchAxis,
     Flattened,
@@ -16,6 +15,7 @@ from ms_gradaccum.batch.split import (
     MicroBatch,
     SplitBatch,
     check_axes,
+    cuts_on_host,
     flattened,
     refuse_mappings,
     spread_axes,
@@ -184,7 +184,7 @@ def cut_groups(tensor: Tensor, row_axis: int | None, length_axis: int | None, gr
     """Return the part of a tensor for each group. What has neither rows nor tokens goes whole into each."""
     if row_axis is None and length_axis is None:
         return [tensor] * len(groups)
-    is_on_host = is_host()
+    is_on_host = cuts_on_host()
     source = tensor.asnumpy() if is_on_host else tensor
     before = (slice(None),) * (length_axis or 0)
     parts = []
