@@ -389,7 +389,7 @@ def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Arra
     needed = {name for name, held in contents.held.items() if held.window is None}
     for verb, wrong in (("lacks", needed - saved.own.keys()), ("also has", saved.own.keys() - contents.held.keys())):
         # The norms of a `NormSpike` begin anew, and are left out without one.
-        wrong = {name for name in wrong if NORMS not in name}
+        wrong = {name for name in wrong if not name.endswith(NORMS)}
         if wrong:
             raise another_program(f"{verb} {listed(sorted(wrong), 3)}")
     values = []

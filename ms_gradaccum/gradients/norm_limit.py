@@ -12,7 +12,7 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.gradients.buffer import zeros
 
 _OWNER = "NormSpike"
-NORMS = "skip_above."  # The beginning of the names of what a `NormSpike` remembers.
+NORMS = ("skip_above.norms", "skip_above.seen")  # The names of what a `NormSpike` remembers.
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class NormSpikeLimit(NormLimit):
         self.std = given.std
         self.windows = given.windows
         # The last norms, each at the place of its number modulo their count, and the number of all so far.
-        self.norms = zeros(f"{NORMS}norms", (given.windows,))
-        self.seen = zeros(f"{NORMS}seen", (), ms.int32)
+        self.norms = zeros(NORMS[0], (given.windows,))
+        self.seen = zeros(NORMS[1], (), ms.int32)
         self.places = Tensor(np.arange(given.windows), ms.int32)
 
     def construct(self, norm: Tensor, updated: Tensor) -> Tensor:
