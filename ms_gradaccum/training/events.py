@@ -95,6 +95,7 @@ class Events:
         """Go on from the counts that `state_dict` has returned."""
         rules = dict.fromkeys(self._COUNTS, is_count)
         vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
+        self.uncounted.clear()
 
     def has_listener(self, callback: object) -> bool:
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())

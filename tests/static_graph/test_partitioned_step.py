@@ -38,6 +38,9 @@ def test_a_partitioned_training_without_updates_ends():
     assert len(step.last_flags) == 50
     counted = step.events.state_dict()
     assert (counted["batches"], counted["updates"], counted["skipped_updates"]) == (150, 1, 149)
+    step = partitioned(True)
+    step.events.load_state_dict(counted)
+    assert step.events.state_dict() == counted
 
 
 def test_a_partitioned_step_refuses_to_join():
