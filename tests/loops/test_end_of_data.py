@@ -1,7 +1,6 @@
 """The end of the data belongs to the batch that is trained last, however a loop comes by its batches."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -66,14 +65,6 @@ def test_batches_of_a_pipeline_are_fetched_ahead_over_the_end_of_a_pass():
     assert weight_of(network) == pytest.approx(descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3), rel=1e-5)
 
 
-def test_a_list_may_be_trained_in_any_order():
-    _, accumulator = toy_loop(4)
-    shuffled = list(accumulator.prepare(SIX))
-    random.Random(0).shuffle(shuffled)
-    assert shuffled[0] is not SIX[5]
-    assert updates_of(accumulator, shuffled) == ENDS_OF_SIX
-
-
 @pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
 def test_a_list_may_be_trained_with_the_last_batch_first(order):
     _, accumulator = toy_loop(4)
@@ -118,17 +109,6 @@ def test_a_second_dataset_that_is_drawn_by_hand_ends_nothing():
         ends += updates_of(accumulator, [each])
     assert ends == ENDS_OF_SIX
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4), (5, 6)), rel=1e-5)
-
-
-def test_an_iterator_of_the_validation_that_stands_at_its_last_batch_ends_nothing():
-    _, accumulator = toy_loop(4)
-    training, validation = accumulator.prepare(SIX, [batch(9)])
-    ends = []
-    for each in training:
-        held = iter(validation)
-        next(held)
-        ends += updates_of(accumulator, [each])
-    assert ends == ENDS_OF_SIX
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["shorter first", "longer first"])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.generator import default_generator
-from refusal import refuses, typed
+from refusal import refuses
 from verify_probe import LOSS, assert_causes
 
-from ms_gradaccum import GradAccumulation, ParameterDifference, TrainOneStepCell, VerifyReport, verify
+from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
 from ms_gradaccum.tools.whole_batch import Run, parameter_differences
 
 RANDOM = np.random.default_rng(7)
@@ -125,28 +125,10 @@ def test_a_sparse_lookup_has_the_gradient_of_its_rows():
     assert verify(Lookup(), (Tensor([0, 1, 1, 2, 3, 3, 3, 1], ms.int32), Tensor(Y)), 3).equal
 
 
-def test_a_report_is_a_table_of_what_differs_and_the_causes_below(eager):
-    names = ("weight", "a.long.name")
-    entries = [ParameterDifference(name, "gradient", 0.25, 0.75, 0.25, True) for name in names]
-    entries += [ParameterDifference("equal", "state", 0.0, 0.0, 1.0, False)]
-    assert str(VerifyReport(False, tuple(entries), 1.5, 6.0, (2, 2), 1e-4, ("A cause.",))).splitlines() == [
-        "parameter    kind      max difference  relative  window / whole",
-        "weight       gradient            0.25      0.75            0.25",
-        "a.long.name  gradient            0.25      0.75            0.25",
-        "2 of 3 differ (rtol 0.0001). Micro batches of 2, 2 rows.",
-        "Loss: 1.5 in the window, 6 in the whole batch.",
-        "Probable cause:",
-        "- A cause.",
-    ]
-    many = tuple(entries[:1] * 25)
-    assert "\n... and 5 more\n25 of 25 differ" in str(VerifyReport(False, many, 1.5, 6.0, (2, 2), 1e-4, ()))
-    assert str(VerifyReport(True, (), 1.5, 1.5, (4, 4), 1e-4, ())) == (
-        "All 0 equal (rtol 0.0001). Micro batches of 4, 4 rows.\nLoss: 1.5 in the window, 1.5 in the whole batch."
-    )
-
-
 def test_the_worst_parameter_is_the_first(eager):
     report = verify(Line("sum"), batch(), 4)
+    text = str(report)
+    assert "2 of 2 differ" in text and "Probable cause:" in text and text.index("weight") < text.index("Loss: ")
     assert [entry.differs for entry in report.parameters] == [True, True]
     assert report.parameters[0].relative_difference >= report.parameters[1].relative_difference == pytest.approx(0.75)
 
@@ -214,25 +196,6 @@ def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
 def test_a_grad_accumulation_of_mindspore_is_one_of_this_package():
     found = verify(ms.parallel.nn.GradAccumulation(Line(), 2), batch(), None)
     assert found.equal and found.micro_batches == verify(Line(), batch(), 2).micro_batches
-
-
-# The argument, its value, the rule, what the sentence says of the value (or its type alone), and the way out.
-WRONG = [
-    ("network", nn.WithLossCell(nn.ReLU(), nn.MSELoss()), "none"),
-    ("batch", "x", None),
-    ("micro_size", None, None),
-    ("micro_size", 0, "0"),
-    ("rtol", True, None),
-    ("rtol", float("nan"), "nan"),
-    ("reference", 1, None),
-]
-
-
-@pytest.mark.parametrize("name, value, got", WRONG)
-def test_wrong_arguments_are_refused(name, value, got):
-    given = {"network": Line(), "batch": batch(), "micro_size": 2, name: value}
-    with refuses(ValueError if got else TypeError, f"'{name}'", f"but got {got or typed(value)}."):
-        verify(**given)
 
 
 @pytest.mark.parametrize(

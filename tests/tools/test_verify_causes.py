@@ -147,12 +147,6 @@ def test_what_else_a_reference_shows(eager):
     assert_causes(verify(loss_cell, batch(X, Y), 3, reference=nothing), NOT_FINITE.format("the reference"))
 
 
-def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):
-    loss_cell = Loss(sum_over_marked)
-    reference = sharing(Loss(mean_over_marked), loss_cell)
-    assert verify(loss_cell, batch(X, MARKED), 3, weighted=True, reference=reference).equal
-
-
 def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):
     class Masked(Loss):
         def construct(self, x, y, mask):

@@ -49,20 +49,6 @@ def test_batch_norm_and_its_moving_averages(mode):
     assert entry.max_difference == pytest.approx(np.abs(twice - 0.1 * outputs.mean(0)).max(), rel=1e-4)
 
 
-def test_batch_norm_of_the_whole_batch_in_one_part_is_no_cause(eager):
-    network = Network(nn.BatchNorm1d(2))
-
-    class Doubled(nn.Cell):
-        def __init__(self):
-            super().__init__(auto_prefix=False)
-            self.network = network
-
-        def construct(self, x, y):
-            return self.network(x, y) * 2
-
-    assert_causes(verify(network, batch(X, Y), 1, reference=Doubled()), "network differs from reference")
-
-
 class Pairs(nn.Cell):
     """The loss of each row and all others, which a GradCacheLoss has of the whole batch."""
 
