@@ -98,17 +98,6 @@ def damaged(saved):
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
-    build, use = OBJECTS[name]
-    used, fresh = build(), build()
-    use(used)
-    saved = json.loads(json.dumps(state_of(used)))
-    assert state_of(fresh) != saved
-    load(fresh, saved)
-    assert state_of(fresh) == saved == state_of(used)
-
-
-@pytest.mark.parametrize("name", OBJECTS)
 def test_an_object_that_refuses_a_state_is_as_it_was(name):
     build, use = OBJECTS[name]
     used, item = build(), build()

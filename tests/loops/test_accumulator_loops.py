@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 
 import mindspore as ms
 import numpy as np
@@ -13,7 +12,7 @@ from linear_toy import X, batches, descend, mse, toy_step, weight_of
 from loop_toy import FOUR, own_loop, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
-from refusal import refuses
+from refusal import all_warnings, no_warning, refuses
 from step_probe import compilations, number
 from tiers import share_of
 
@@ -230,8 +229,7 @@ def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
     network, accumulator = own_loop(2)
     grad_fn = value_and_grad(mse(network), None, network.trainable_params())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for each in FOUR:
             loss, grads = grad_fn(*each)
             accumulator(gradients(grads), 2, loss)
@@ -265,8 +263,7 @@ def test_a_clip_of_each_batch_by_hand_is_named(limit, count):
     network = nn.Dense(3, 2)
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
     grad_fn = value_and_grad(lambda x: network(x).square().mean(), None, network.trainable_params())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for rows in np.random.default_rng(0).normal(size=(8, 2, 3)).astype(np.float32):
             loss, grads = grad_fn(Tensor(rows))
             accumulator(ops.clip_by_global_norm(grads, limit), 2, loss)
@@ -277,8 +274,7 @@ def warnings_for(make):
     """Warnings of a loop that gives gradients of 3 x 4 elements to an Accumulator."""
     network = nn.Dense(4, 3, has_bias=False)
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for number in range(8):
             accumulator((Tensor(make(number).astype(np.float32)),), 2)
     return [str(each.message) for each in caught]
@@ -294,8 +290,7 @@ def test_gradients_that_have_one_norm_by_nature_are_not_clipped():
 
 def test_parameters_that_change_before_a_window_or_come_with_its_sums_are_not_named(tmp_path):
     network, step = toy_step(accumulation_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         with pytest.raises(TypeError):
             step(FOUR[0][0])
         network.weight.set_data(network.weight + 1)

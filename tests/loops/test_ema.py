@@ -62,7 +62,8 @@ def test_an_update_moves_the_averages_as_in_mindcv_and_mindone(mode, decay, warm
     """Accumulate over three batches in float16, whose first windows overflow: neither batches nor these count."""
     precision = MixedPrecision(ms.float16, "O1", init_scale=2.0**18, backoff_factor=2.0**-4)
     step = new_step(mixed_precision=precision)
-    ema = EMA(decay, warmup_updates=warmup)
+    # The first numbers are the defaults.
+    ema = EMA() if warmup == 2000 else EMA(decay, warmup_updates=warmup)
     step.add_callback(ema)
     weights = step.network.trainable_params()
     start, seen, skipped = values(weights), [], 0
@@ -76,15 +77,6 @@ def test_an_update_moves_the_averages_as_in_mindcv_and_mindone(mode, decay, warm
     assert_averages(ema, seen, decay, warmup, start)
     moved = [np.abs(average.asnumpy() - weight.asnumpy()).max() for average, weight in zip(ema.parameters, weights)]
     assert max(moved) > (1e-5 if warmup == 2000 else 1e-2)
-
-
-def test_the_formula_with_the_default_arguments(eager):
-    network, model = toy(accumulation_steps=4, learning_rate=0.002)
-    ema = EMA()
-    model.train(3, batches(2), callbacks=ema)
-    expected = peers_average([descend(*[ALL] * n, learning_rate=0.002) for n in (1, 2, 3)])
-    assert abs(ema.parameters[0].asnumpy().item() - expected) < 1e-6
-    assert abs(expected - weight_of(network)) > 1e-5  # Else the factor would not matter.
 
 
 def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
@@ -346,20 +338,20 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
             pass
 
     with ema.swapped():
-        for work in (lambda: step(*BATCHES[1]), step.flush, lambda: save_state(step, tmp_path), swap):
+        saving = [lambda: save_state(step, tmp_path), lambda: load_state(step, tmp_path)]
+        for work in (lambda: step(*BATCHES[1]), step.flush, swap, *saving):
             with refuses(RuntimeError, "Leave ema.swapped() first"):
                 work()
-        with refuses(RuntimeError, "Leave ema.swapped() first"):
-            load_state(step, tmp_path)
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
 def test_what_it_cannot_average_is_refused(eager):
     step = new_step()
     ema = EMA()
-    with refuses(RuntimeError, "training step"):
-        with ema.swapped():
-            pass
+    with refuses(RuntimeError, "training step"), ema.swapped():
+        pass
+    with refuses(ValueError, "training step"):
+        train.Model(step).train(1, batches(8), callbacks=ema)
     step.add_callback(ema)
     for again in (lambda: step.add_callback(EMA()), lambda: new_step().add_callback(ema)):
         with refuses(ValueError, "EMA or step"):
@@ -373,20 +365,6 @@ def test_what_it_cannot_average_is_refused(eager):
         weight.requires_grad = False
     with refuses(ValueError, "parameters to average"):
         model.train(1, batches(8), callbacks=EMA())
-
-
-def test_models_that_do_not_tell_it_of_updates_are_refused(eager):
-    network = line()
-    stock = train.Model(network, nn.MSELoss(), sgd(network))
-    with refuses(TypeError, "TrainOneStepCell of ms_gradaccum"):
-        stock.train(1, batches(8), callbacks=EMA())
-    _, step = toy_step()
-    with refuses(ValueError, "training step"):
-        train.Model(step).train(1, batches(8), callbacks=EMA())
-    ema = EMA()
-    step.add_callback(ema)
-    train.Model(step).train(1, batches(8), callbacks=ema)
-    assert ema.updates == 1
 
 
 def test_another_network_is_not_evaluated_in_its_place(eager):

@@ -1,6 +1,5 @@
 """A Model obeys its settings, or says that nobody would."""
 
-import warnings
 from contextlib import suppress
 
 import mindspore as ms
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from linear_toy import batches, descend, line, mse, sgd, weight_of
 from mindspore import ParameterTuple, nn, ops
-from refusal import refuses
+from refusal import all_warnings, refuses
 
 from ms_gradaccum import ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
 
@@ -121,8 +120,7 @@ def warned(rates, epochs=2, passes=1, **settings):
     settings = {"accumulation_steps": 4, "check_loss": False} | settings
     optimizer = nn.SGD(network.trainable_params(), rates)
     model = Model(loss, optimizer=optimizer, **settings)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for _ in range(passes):
             with suppress(RuntimeError):  # MindSpore's own, op by op at the end of a short list.
                 model.train(epochs, batches(2))

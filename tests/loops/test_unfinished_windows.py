@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 
 import pytest
 from linear_toy import X, batches, line, mse, sgd, toy, toy_step, weight_of
@@ -16,7 +15,7 @@ from loop_toy import FOUR, adjustable_sgd, optimizer_of, own_loop, toy_loop, tra
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental.optim.lr_scheduler import StepLR
-from refusal import refuses, warns
+from refusal import all_warnings, no_warning, refuses, warns
 
 from ms_gradaccum import Accumulator, Model, TrainOneStepCell
 
@@ -114,8 +113,7 @@ def test_a_window_that_nobody_finishes_is_named_once_at_the_end(make, place):
 @pytest.mark.parametrize("make", [trained_loop, trained_step])
 @pytest.mark.parametrize("end", ["flush", "drop"])
 def test_a_window_that_is_finished_is_not_named(make, end):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         getattr(make(), end)()
         gc.collect()
 
@@ -123,8 +121,7 @@ def test_a_window_that_is_finished_is_not_named(make, end):
 @pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
 def test_a_model_finishes_its_windows_or_was_told_to_carry_them(last_window):
     _, model = toy(accumulation_steps=3, last_window=last_window, check_loss=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         model.train(1, batches(2))
         del model
         gc.collect()
@@ -140,8 +137,7 @@ def test_windows_that_are_left_open_are_named_once_at_the_end_of_the_program():
 def test_windows_that_are_carried_or_held_open_are_not_named(end):
     _, accumulator = toy_loop(3, sync_with_dataloader=end != "carried")
     prepared, other = accumulator.prepare(FOUR, FOUR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         for _ in range(2):
             if end == "held open":
                 with accumulator.no_sync():
@@ -168,8 +164,7 @@ def test_a_rate_that_moves_inside_a_window_is_named():
 def test_a_rate_that_moves_between_windows_is_not_named(steps):
     _, accumulator = own_loop(steps, make_optimizer=adjustable_sgd)
     scheduler = accumulator.prepare(StepLR(optimizer_of(accumulator), 1, 0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         list(train(accumulator, FOUR * 2, scheduler))
 
 
@@ -215,8 +210,7 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
                 accumulator.backward(*batch, network=losses[1])
                 accumulator.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         run()
     told = [str(each.message) for each in caught if "the gradient of this window mixes two models" in str(each.message)]
     assert len(told) == (face in ("steps", "Accumulator"))
@@ -228,8 +222,7 @@ def test_a_step_that_is_freed_inside_a_window_has_updated_nothing_there():
     before = TrainOneStepCell(loss, sgd(network))
     before(*FOUR[0])
     step = TrainOneStepCell(loss, sgd(network), accumulation_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         step(*FOUR[1])
         del before
         gc.collect()

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from sample_process import SAMPLES, SUBSET
+from sample_process import SUBSET
 from sample_program import run_program
 
 
@@ -15,15 +15,9 @@ def printed(tmp_path_factory):
 
 
 def test_cached_micro_batches_train_like_the_whole_batch_and_plain_ones_do_not(printed):
-    _, lines = printed
+    folder, lines = printed
     shown = {line.partition(":")[0]: re.findall(r"[\d.]+%", line) for line in lines if line.endswith("find their name")}
     assert list(shown) == ["whole batch", "cached micro batches", "plain micro batches"]
     assert all(len(accuracies) == 2 for accuracies in shown.values())
     assert shown["cached micro batches"] == shown["whole batch"] != shown["plain micro batches"]
-    assert any(line.startswith("Cached micro batches train like the whole batch; plain ones") for line in lines)
-
-
-def test_it_draws_them(printed):
-    folder, _ = printed
     assert (folder / "contrastive.png").read_bytes()[:4] == b"\x89PNG"
-    assert (SAMPLES / "contrastive.png").exists()

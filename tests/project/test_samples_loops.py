@@ -2,12 +2,10 @@
 
 import sys
 
-import numpy as np
 from sample_process import SAMPLES, processes_in, run_sample
 from sample_program import run_program
 
 sys.path.append(str(SAMPLES / "resnet18"))
-import images
 
 
 def test_the_linear_toy_has_one_weight_with_and_without_accumulation(tmp_path):
@@ -50,16 +48,3 @@ def test_resnet18_is_only_updated_in_the_last_iteration(tmp_path):
     assert parameters[0] == parameters[1] == parameters[2] != parameters[3]
     assert len(set(moving_means)) == 4
     assert lines[-1] == "The parameter is only updated in the last iteration"
-
-
-def test_resnet18_takes_cifar10(tmp_path):
-    """A file has 10,000 images in its binary version: a label, then 1,024 bytes of red, of green and of blue."""
-    row = np.repeat(np.array([7, 0, 128, 255], np.uint8), [1, 1024, 1024, 1024])
-    (tmp_path / "data_batch_1.bin").write_bytes(np.tile(row, 10000).tobytes())
-    dataset = images.create_dataset(4, tmp_path)
-    assert dataset.get_dataset_size() == 2500
-    ((image, label),) = dataset.take(1).create_tuple_iterator(output_numpy=True)
-    assert (image.shape, image.dtype, label.dtype) == ((4, 3, 32, 32), np.float32, np.int32)
-    assert label.tolist() == [7] * 4
-    # The middle is never cropped.
-    assert np.allclose(image[:, :, 16, 16], [-2.4291, 0.0990, 2.7537], atol=1e-3)

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 from collections import UserDict
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from linear_toy import X, batches, line, sgd
+from linear_toy import X, line, sgd
 from messages import STRINGS
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import LossMonitor
-from refusal import loss_cell
+from refusal import all_warnings, loss_cell
 from step_probe import Around
 
 from ms_gradaccum import (
@@ -178,29 +176,20 @@ TOKENS = Tensor(np.zeros(8, np.int32))
 # What provokes the sentence of the page that has these words.
 PROVOKED = {
     "optimizer of the network's": lambda: TrainOneStepCell(loss_cell(), sgd(line())),
-    "optimizer of mindspore.nn": lambda: TrainOneStepCell(loss_cell(), nn.SGD),
     "optimizer of real": lambda: step_of(Complex()),
     "must be a loss cell": lambda: of(loss_cell(), lambda cell: step_of(nn.TrainOneStepCell(cell, sgd(cell)))),
-    "None or 1.0": lambda: of(loss_cell(), lambda cell: TrainOneStepCell(cell, sgd(cell), 4)),
     "'network' must not contain": lambda: GradAccumulation(GradAccumulation(loss_cell(), 2), 2),
     "unexpected argument": lambda: model_of(boost_config_dict={"boost": {"mode": "manual"}}),
-    "need a name": lambda: GradAccumulation(loss_cell(), 2, True),
     "bfloat16 on CPU": lambda: step_of(loss_cell(), mixed_precision="bf16"),
     "return its mean": lambda: train_parts(line(), INPUT),
-    "rows on their": lambda: train_parts(loss_cell(), INPUT, LABEL[:4]),
-    "inputs do not fit": lambda: train_parts(line()),
-    "dataset has no batch()": lambda: model_of(NumpySlicesDataset((X, X[:, 0]), shuffle=False)),
     "backbone must take": lambda: train(TokenMeanLoss(loss_cell())),
-    "'head' must be an nn.Dense": lambda: TokenMeanLoss(nn.Dense(4, 4), head=nn.Dense(4, 9, activation="relu")),
     "(classes, width)": lambda: TokenMeanLoss(nn.Dense(4, 4), head=nn.Conv1d(4, 9, 1).weight),
-    "at least the length of each row": lambda: train(GradAccumulation(loss_cell(), micro_tokens=8), WORDS, WORDS),
     "network is in evaluation": lambda: train(with_loss(line(), nn.Dropout(p=0.5))),
     "takes the mean": lambda: train_parts(with_loss(line(), nn.BatchNorm1d(1)).set_train()),
     "exceeds the 8": lambda: train_parts(loss_cell(), parts=16),
     "1 for GRU": lambda: train_parts(Recurrent(), ops.ones((8, 8, 3))),
     "loss of two": lambda: train_parts(nn.WithLossCell(line(), nn.MSELoss(reduction="sum"))),
     "sums and weights": lambda: train_parts(Returning(lambda loss: (loss, Tensor(2.0))), weighted=True),
-    "forward pass changes": lambda: train_parts(Counted()),
     "rows have another": lambda: step_of(GradAccumulation(Counted(), 2)).body.measure_loss(LINES),
     "network takes 4": lambda: train_parts(OfFour()),
     "reads an iterator": lambda: train_parts(Reading()),
@@ -208,14 +197,10 @@ PROVOKED = {
     "input 'y' seems": lambda: train_parts(OfList(), INPUT, [1.0] * 8),
     "cut into single": lambda: train_parts(Plain(), INPUT, ops.ones((8, 8)), parts=8),
     "TrainOneStepCell: PYNATIVE mode": lambda: train(loss_cell()),
-    "of a window is above": lambda: train(loss_cell(), skip_above=1.0),
-    "loss must be finite": lambda: model_of(batches(4, NAN), LossMonitor()),
     "complete before prepare()": lambda: accumulator_of().prepare(NumpySlicesDataset(X)).batch(2),
     "training cell TrainOneStepCell": lambda: of(
         loss_cell(), lambda cell: Model(nn.TrainOneStepCell(cell, sgd(cell)), accumulation_steps=4)
     ),
-    "'optimizer' must be given": lambda: Model(loss_cell(), accumulation_steps=4).train(1, batches(2)),
-    "'grads' must be a tuple": lambda: accumulator_of()((Tensor(1.0), (ops.ones((1, 1)),))),
     "'grads' must be gradients": lambda: accumulator_of()((ops.ones((1, 1)), ops.ones((1,)))),
     "gradient of a window": lambda: train(loss_cell(), Tensor(NAN), INPUT),
     "optimizer calls AllReduce": lambda: factory.warn_of_reductions(
@@ -366,8 +351,7 @@ def quotes_with(key):
 def test_a_quoted_sentence_is_what_is_said(key, monkeypatch, tmp_path, caplog):
     (quote,) = quotes_with(key)
     given = {"monkeypatch": monkeypatch, "tmp_path": tmp_path}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             PROVOKED[key](**{name: given[name] for name in inspect.signature(PROVOKED[key]).parameters})
             said = [str(warning.message) for warning in caught] + [record.getMessage() for record in caplog.records]

@@ -90,6 +90,7 @@ class Recorder(ms.train.Callback):
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         self.outputs.append(params.net_outputs)
-        self.weights.append(params.optimizer.parameters[0].asnumpy().item())
+        if params.optimizer is not None:  # MindSpore's Model has none of a step that is given to it.
+            self.weights.append(params.optimizer.parameters[0].asnumpy().item())
         if params.cur_step_num == self.stop_after:
             run_context.request_stop()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import pytest
 from linear_toy import Recorder, X, batches, line, sgd, toy, toy_step, toy_with_metrics
 from loop_toy import own_loop
 from mindspore import Tensor, nn
+from no_space import no_file_larger_than
 from refusal import refuses, warns
 from step_probe import output_of
 
@@ -175,16 +174,6 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path):
     place = tmp_path / "file" / "deeper" / "still"
     with pytest.raises(NotADirectoryError, match=f"Not a directory: '{place.parent}"):
         MetricsLogger(place)
-
-
-@contextmanager
-def no_file_larger_than(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_the_lines_of_this_time(tmp_path):

@@ -1,4 +1,4 @@
-"""TrainingPlan: against loops over batches, MindSpore's datasets, trainings that really run, and other libraries."""
+"""TrainingPlan: against loops over batches, MindSpore's datasets, and trainings that really run."""
 
 import dataclasses
 from collections import Counter
@@ -17,24 +17,6 @@ from ms_gradaccum import Model, TrainingPlan
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
-
-# Rows, rows of a batch, epochs, further settings, and the updates that others state: Lightning's
-# estimated_stepping_batches (64 batches of one row), Hugging Face (a window ends with the epoch), and Keras (it goes
-# on); 123 rows are 31 batches of 4.
-STATED = [
-    *[(64, 1, 1, {"accumulation_steps": window}, updates) for window, updates in ((1, 64), (2, 32), (3, 22))],
-    *[(64, 1, 1, {"ranks": ranks}, updates) for ranks, updates in ((7, 10), (14, 5), (21, 4), (28, 3))],
-    *[(123, 4, epochs, {"accumulation_steps": 5}, updates) for epochs, updates in ((1, 7), (2, 14), (5, 35))],
-    (123, 4, 5, {"accumulation_steps": 5, "last_window": "drop"}, 30),
-    (123, 4, 5, {"accumulation_steps": 5, "last_window": "carry"}, 31),
-    (1024, 8, 1, {"ranks": 4, "global_batch": 256}, 4),
-]
-
-
-@pytest.mark.parametrize("rows,batch_size,epochs,settings,updates", STATED)
-def test_updates_are_those_that_other_libraries_state(rows, batch_size, epochs, settings, updates):
-    got = plan(dataset_size=rows, batch_size=batch_size, epochs=epochs, **settings)
-    assert got.updates == updates and type(got.updates) is int
 
 
 def updates_of_epochs(lengths, window, last_window):
