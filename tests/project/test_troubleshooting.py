@@ -170,9 +170,6 @@ def hooked(hook):
     return cell
 
 
-WORDS = Tensor(np.ones((4, 9, 1), np.float32))
-TOKENS = Tensor(np.zeros(8, np.int32))
-
 # What provokes the sentence of the page that has these words.
 PROVOKED = {
     "optimizer of the network's": lambda: TrainOneStepCell(loss_cell(), sgd(line())),

@@ -1,12 +1,13 @@
-"""Arguments one by one: each wrong value is refused by the name of the argument and the value as it is shown."""
+"""Arguments: what is wrong alone or together is refused by name and value, with nothing taken or changed."""
 
+import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import line, sgd, toy
+from linear_toy import hsdp, line, mse, sgd, toy, toy_step
 from loop_toy import toy_loop
-from mindspore import Tensor, nn
+from mindspore import Tensor, amp, nn
 from modelled_window import plan
-from refusal import loss_cell, refuses, typed
+from refusal import loss_cell, new_step, refuses, typed
 
 from ms_gradaccum import (
     AccumulationConfig,
@@ -15,6 +16,7 @@ from ms_gradaccum import (
     GradAccumulation,
     MetricsLogger,
     MixedPrecision,
+    Model,
     TokenMeanLoss,
     TrainOneStepCell,
 )
@@ -88,3 +90,85 @@ def test_what_is_logged_is_a_float(tmp_path, eager):
     with refuses(TypeError, "'large'", f"{10**400}"[:20]):
         logger.log(output, large=10**400)
     assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+def of_two(*optimizers, **settings):
+    """Accumulator of two networks, with optimizers of the first or second."""
+    cells = [loss_cell(), loss_cell()]
+    return Accumulator(cells, [sgd(cells[index]) for index in optimizers], **settings)
+
+
+def of_one(make):
+    """What is made of one cell, its optimizer and another optimizer of it."""
+    cell = loss_cell()
+    return make(cell, sgd(cell), sgd(cell))
+
+
+def a_step_and(**more):
+    return Model(toy_step()[1], **more)
+
+
+TOGETHER = {
+    "a step and a stranger's optimizer": (
+        lambda: new_step(optimizer=sgd(nn.Dense(1, 1))),
+        "'optimizer'",
+        "got 2 other",
+    ),
+    "a model and a stranger's optimizer": (
+        lambda: Model(GradAccumulation(line(), 2), nn.MSELoss(), sgd(line())),
+        "'optimizer'",
+        "got 1 other",
+    ),
+    "a loop and a stranger's optimizer": (lambda: of_two(1, 1), "'optimizer'", "got 1 other"),
+    "too few optimizers": (lambda: of_two(0), "'optimizer'", "1 for 2 networks"),
+    "one optimizer twice": (
+        lambda: of_one(lambda cell, optimizer, _: Accumulator([cell, mse(cell._backbone)], [optimizer] * 2)),
+        "'optimizer'",
+        "twice",
+    ),
+    "one parameter twice": (
+        lambda: of_one(lambda cell, *optimizers: Accumulator(cell, list(optimizers))),
+        "'optimizer'",
+        "'weight' in two",
+    ),
+    "one network twice": (
+        lambda: of_one(lambda cell, *optimizers: Accumulator([cell, cell], list(optimizers))),
+        "'network'",
+        "twice",
+    ),
+    "one scale for two": (
+        lambda: of_two(0, 1, mixed_precision=amp.DynamicLossScaleManager()),
+        "'mixed_precision'",
+        "one DynamicLossScaleManager for 2",
+    ),
+    "a step and an optimizer": (lambda: a_step_and(optimizer=sgd(line())), "'network'", "a loss_fn or an optimizer"),
+    "a step and a loss": (lambda: a_step_and(loss_fn=nn.MSELoss()), "'network'", "a loss_fn or an optimizer"),
+    "a step and its settings": (lambda: a_step_and(accumulation_steps=2), "'network'", "its own settings"),
+}
+
+
+@pytest.mark.parametrize("build, name, key", TOGETHER.values(), ids=TOGETHER)
+def test_settings_that_go_badly_together(build, name, key, eager):
+    with refuses(ValueError, name, key):
+        build()
+
+
+def test_a_refused_model_leaves_the_parallel_context_as_it_was():
+    names = ("parallel_mode", "enable_parallel_optimizer", "dataset_strategy", "gradients_mean")
+
+    def context():
+        return {name: ms.get_auto_parallel_context(name) for name in names}
+
+    before = context()
+    network = hsdp(GradAccumulation(loss_cell(), 2))
+    try:
+        # Stock Model sets it first and does not come to setting it back.
+        with pytest.raises(TypeError):
+            ms.Model(network, optimizer="none")
+        assert context() != before
+    finally:
+        ms.reset_auto_parallel_context()
+    assert context() == before
+    with refuses(ValueError, "'optimizer'", "got 1 other"):
+        Model(network, optimizer=sgd(line()))
+    assert context() == before

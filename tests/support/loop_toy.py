@@ -22,7 +22,6 @@ def batch(*rows):
 
 
 FOUR = [batch(1, 2), batch(3, 4), batch(5, 6), batch(7, 8)]
-TEN = [batch(1)] * 10
 
 
 def adjustable_sgd(network, learning_rate=0.02):
