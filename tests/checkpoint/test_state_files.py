@@ -149,10 +149,7 @@ def test_a_full_disk_is_told_and_loses_nothing(saved):
 
 DAMAGES = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not have the"),
-    "other byte": (
-        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"),
-        "has another checksum",
-    ),
+    "other byte": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"), "has another checksum"),
     "missing": (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
     "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "does not have the"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),

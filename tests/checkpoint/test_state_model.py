@@ -9,7 +9,7 @@ import mindspore as ms
 import mindspore.dataset as ds
 import numpy as np
 import pytest
-from linear_toy import line, mse, sgd, toy
+from linear_toy import AtStep, line, mse, sgd, toy
 from mindspore import nn, train
 from mindspore.dataset import vision
 from refusal import refuses
@@ -220,22 +220,15 @@ def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
     save_state(model, tmp_path / "after")
 
 
-class Save(train.Callback):
-    """Save a state by hand."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def on_train_step_end(self, run_context):
-        if run_context.original_args().cur_step_num == 7:
-            save_state(self.model, self.folder)
+def saving_at_7(model, folder):
+    """A callback that saves a state by hand."""
+    return AtStep(lambda context: context.original_args().cur_step_num == 7 and save_state(model, folder))
 
 
 def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
-    straight, log, save = Log(), Log(), Save(tmp_path)
-    _, save.model = build()
-    save.model.train(2, in_memory(), callbacks=[save, straight])
+    straight, log = Log(), Log()
+    _, model = build()
+    model.train(2, in_memory(), callbacks=[saving_at_7(model, tmp_path), straight])
     _, model = build()
     load_state(model, tmp_path)
     model.train(2, in_memory(), callbacks=log, resume=True)
@@ -244,9 +237,8 @@ def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
 
 @pytest.mark.parametrize("place", [5, {}, {"epoch": "0", "batches": 2}])
 def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path):
-    save = Save(tmp_path)
-    _, save.model = build()
-    save.model.train(2, in_memory(), callbacks=save)
+    _, model = build()
+    model.train(2, in_memory(), callbacks=saving_at_7(model, tmp_path))
     _, model = build()
     assert load_state(model.train_network, tmp_path).epoch == 1
     manifest = tmp_path / "state-000001" / "manifest.json"

@@ -10,7 +10,7 @@ import itertools
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import Recorder, X, batches, descend, line, mse, toy, weight_of
+from linear_toy import AtStep, Recorder, X, batches, descend, line, mse, toy, weight_of
 from mindspore import nn, ops, train
 from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
@@ -150,12 +150,9 @@ def test_states_know_no_sinks(sinks, tmp_path):
         trained(4, 1, seen=StateCheckpoint(tmp_path))
     _, model = toy()
 
-    class Saving(train.Callback):
-        def on_train_step_end(self, run_context):
-            save_state(model, tmp_path / "state")
-
+    saving = AtStep(lambda _: save_state(model, tmp_path / "state"))
     with refuses(ValueError, "'sink_size'"):
-        model.train(4, batches(2), Saving(), dataset_sink_mode=True, sink_size=1)
+        model.train(4, batches(2), saving, dataset_sink_mode=True, sink_size=1)
 
 
 def test_a_sink_of_a_pass_is_a_pass(sinks, tmp_path):
@@ -222,12 +219,8 @@ def test_callbacks_find_the_step_that_shows_whole_parameters(sinks):
     step = model.train_network
     reducer_of(step).gathered = [(step.network.trainable_params()[0], lambda shard: shard)]
     found = []
-
-    class Saving(train.Callback):
-        def on_train_step_end(self, run_context):
-            found.append(run_context.original_args().train_network)
-
-    model.train(1, batches(2), Saving(), dataset_sink_mode=True)
+    noting = AtStep(lambda context: found.append(context.original_args().train_network))
+    model.train(1, batches(2), noting, dataset_sink_mode=True)
     assert {*map(id, found)} == {id(model.train_network)}
 
 

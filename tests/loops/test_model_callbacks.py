@@ -7,7 +7,7 @@ import signal
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import ALL, Recorder, X, batches, descend, line, mse, toy, toy_step, toy_with_metrics, weight_of
+from linear_toy import ALL, AtStep, Recorder, X, batches, descend, line, mse, toy, toy_step, toy_with_metrics, weight_of
 from mindspore import Tensor, amp, experimental, nn, ops
 from mindspore.train import (
     BackupAndRestore,
@@ -38,13 +38,12 @@ def loss_of(weight, *rows):
 def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(mode):
     found = []
 
-    class Own(ms.train.Callback):
-        def on_train_step_end(self, run_context):
-            params = run_context.original_args()
-            found.append((params.net_outputs, params.optimizer, params.train_network))
+    def note(run_context):
+        params = run_context.original_args()
+        found.append((params.net_outputs, params.optimizer, params.train_network))
 
     network, model = toy(accumulation_steps=2, clip=ClipByGlobalNorm(10.0))
-    model.train(1, batches(4), [Own()])
+    model.train(1, batches(4), [AtStep(note)])
     (inside, *_), (end, optimizer, train_network) = found
     inside, end = inside._asdict(), end._asdict()
     assert optimizer is train_network.optimizer and train_network is model.train_network
@@ -186,13 +185,9 @@ def test_a_graceful_exit_saves_the_open_window_and_stops(restored_signal, tmp_pa
 
 def test_a_callback_finds_the_loss_scale_manager():
     manager, scales = amp.DynamicLossScaleManager(2.0**20, scale_window=1), []
-
-    class Scales(ms.train.Callback):
-        def on_train_step_end(self, run_context):
-            scales.append(run_context.original_args().loss_scale_mananger.get_loss_scale())
-
     _, model = toy(loss_scale_manager=manager)
-    model.train(1, batches(4), Scales())
+    noting = AtStep(lambda context: scales.append(context.original_args().loss_scale_mananger.get_loss_scale()))
+    model.train(1, batches(4), noting)
     assert scales == [2.0**21, 2.0**22]
 
 

@@ -28,7 +28,7 @@ SOURCE = """
 class Sums:
     def mean(self, total, rows):
         factor = 1 / rows
-        return self.scaled(total, factor)
+        return self.scaled(total, factor / rows)
 """
 
 

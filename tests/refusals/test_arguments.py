@@ -109,17 +109,9 @@ def a_step_and(**more):
 
 
 TOGETHER = {
-    "a step and a stranger's optimizer": (
-        lambda: new_step(optimizer=sgd(nn.Dense(1, 1))),
-        "'optimizer'",
-        "got 2 other",
-    ),
-    "a model and a stranger's optimizer": (
-        lambda: Model(GradAccumulation(line(), 2), nn.MSELoss(), sgd(line())),
-        "'optimizer'",
-        "got 1 other",
-    ),
-    "a loop and a stranger's optimizer": (lambda: of_two(1, 1), "'optimizer'", "got 1 other"),
+    "a stranger's optimizer": (lambda: new_step(optimizer=sgd(nn.Dense(1, 1))), "'optimizer'", "got 2 other"),
+    "one of a model": (lambda: Model(line(), nn.MSELoss(), sgd(line())), "'optimizer'", "got 1 other"),
+    "one of a loop": (lambda: of_two(1, 1), "'optimizer'", "got 1 other"),
     "too few optimizers": (lambda: of_two(0), "'optimizer'", "1 for 2 networks"),
     "one optimizer twice": (
         lambda: of_one(lambda cell, optimizer, _: Accumulator([cell, mse(cell._backbone)], [optimizer] * 2)),
@@ -127,12 +119,12 @@ TOGETHER = {
         "twice",
     ),
     "one parameter twice": (
-        lambda: of_one(lambda cell, *optimizers: Accumulator(cell, list(optimizers))),
+        lambda: of_one(lambda cell, *both: Accumulator(cell, list(both))),
         "'optimizer'",
         "'weight' in two",
     ),
     "one network twice": (
-        lambda: of_one(lambda cell, *optimizers: Accumulator([cell, cell], list(optimizers))),
+        lambda: of_one(lambda cell, *both: Accumulator([cell, cell], list(both))),
         "'network'",
         "twice",
     ),

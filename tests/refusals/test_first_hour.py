@@ -15,64 +15,37 @@ from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning,
 
 pytestmark = pytest.mark.usefixtures("eager")
 BATCH = Tensor(X), Tensor(2 * X)
+LOSS = nn.MSELoss()
 LOSS_INSIDE = "nn.WithLossCell(network, loss_fn)"
 
 
 # What somebody wrote, and what the answer must have in it.
 MISTAKES = {
-    "accumulation_steps as the third argument": (
-        lambda cell, optimizer: TrainOneStepCell(cell, optimizer, 4),
-        "'sens'",
-        "Did you mean accumulation_steps=4?",
-    ),
-    "a loss as the second argument": (
-        lambda cell, optimizer: TrainOneStepCell(cell, nn.MSELoss(), optimizer),
-        "'sens'",
-        LOSS_INSIDE,
-    ),
-    "a loss in place of the optimizer": (
-        lambda cell, optimizer: TrainOneStepCell(cell, nn.MSELoss()),
-        "'optimizer'",
-        LOSS_INSIDE,
-    ),
-    "a loss in place of a number": (
-        lambda cell, optimizer: GradAccumulation(cell, nn.MSELoss()),
-        "'micro_size'",
-        LOSS_INSIDE,
-    ),
-    "a loss before the optimizer of a loop": (
-        lambda cell, optimizer: Accumulator(cell, nn.MSELoss(), optimizer),
+    "a number third": (lambda cell, optimizer: TrainOneStepCell(cell, optimizer, 4), "'sens'", "accumulation_steps=4?"),
+    "a loss second": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS, optimizer), "'sens'", LOSS_INSIDE),
+    "a loss for the optimizer": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS), "'optimizer'", LOSS_INSIDE),
+    "a loss for the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS), "'micro_size'", LOSS_INSIDE),
+    "a loss in a loop": (
+        lambda cell, optimizer: Accumulator(cell, LOSS, optimizer),
         "'accumulation_steps'",
         LOSS_INSIDE,
     ),
-    "a loss before the number": (
-        lambda cell, optimizer: GradAccumulation(cell, nn.MSELoss(), 4),
-        "'micro_size'",
-        LOSS_INSIDE,
-    ),
-    "a loss after the number": (
-        lambda cell, optimizer: GradAccumulation(cell, 4, nn.MSELoss()),
-        "after 'micro_size' need a name",
-        LOSS_INSIDE,
-    ),
-    "a loss by name": (
-        lambda cell, optimizer: GradAccumulation(cell, 4, loss_fn=nn.MSELoss()),
-        "'loss_fn'",
-        LOSS_INSIDE,
-    ),
+    "a loss before the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS, 4), "'micro_size'", LOSS_INSIDE),
+    "a loss after the number": (lambda cell, optimizer: GradAccumulation(cell, 4, LOSS), "need a name", LOSS_INSIDE),
+    "a loss by name": (lambda cell, optimizer: GradAccumulation(cell, 4, loss_fn=LOSS), "'loss_fn'", LOSS_INSIDE),
     "a loss around": (
         lambda cell, optimizer: TrainOneStepCell(mse(GradAccumulation(line(), 4)), optimizer),
         "'network'",
         "Put it outside: GradAccumulation(WithLossCell(...), 4)",
     ),
-    "rows of a micro batch": (
+    "rows": (
         lambda cell, optimizer: TrainOneStepCell(cell, optimizer, micro_batch_size=4),
-        "Did you mean micro_size",
+        "micro_size",
         "not their rows",
     ),
-    "rows of a micro batch of the loss cell": (
+    "rows of a cell": (
         lambda cell, optimizer: GradAccumulation(cell, micro_batch_size=4),
-        "Did you mean micro_size?",
+        "micro_size?",
         "not their rows",
     ),
     "an optimizer class": (lambda cell, optimizer: TrainOneStepCell(cell, nn.SGD), "the class SGD", "Build it: SGD("),

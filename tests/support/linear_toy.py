@@ -94,3 +94,14 @@ class Recorder(ms.train.Callback):
             self.weights.append(params.optimizer.parameters[0].asnumpy().item())
         if params.cur_step_num == self.stop_after:
             run_context.request_stop()
+
+
+class AtStep(ms.train.Callback):
+    """Calls a function after each step of a training, before callbacks that are listed after it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_train_step_end(self, run_context):
+        self.function(run_context)

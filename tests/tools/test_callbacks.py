@@ -9,9 +9,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 import tqdm
-from linear_toy import batches, line, mse, sgd, toy, toy_with_metrics
+from linear_toy import AtStep, batches, line, mse, sgd, toy, toy_with_metrics
 from mindspore import nn
-from mindspore.train import Callback
 
 from ms_gradaccum import Model, ProgressBar, StateCheckpoint
 from ms_gradaccum.tools.reporting import progress_bar
@@ -57,16 +56,6 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tqdm.std, "time", lambda: clock.now)
     return clock
-
-
-class AtStep(Callback):
-    """Calls a function after each step, before ProgressBar if it is listed before it."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_train_step_end(self, run_context):
-        self.function(run_context)
 
 
 def test_one_line_at_the_end_of_a_short_training_without_a_terminal(capsys):
