@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from linear_toy import X, descend, line, sgd, weight_of
 from mindspore import Tensor
-from refusal import all_warnings, refuses
+from refusal import all_warnings
 
 from ms_gradaccum import Accumulator, GradAccumulation
 
@@ -64,9 +64,3 @@ def test_a_weight_that_is_known_needs_no_word(steps, settings, expected):
 def test_batches_whose_rows_nobody_knows_are_said_once(settings):
     _, warned = loop([3, 3], 4 if "cut" in settings else 2, passes=2, **settings)
     assert warned == [UNWEIGHTED]
-
-
-def test_the_weight_is_checked_as_ever():
-    network = line()
-    with refuses(ValueError, "'weight'", "at least 0"):
-        Accumulator(network, sgd(network))((Tensor(np.ones((1, 1), np.float32)),), -1.0)
