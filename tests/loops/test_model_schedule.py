@@ -127,14 +127,8 @@ def test_a_step_follows_updates_and_samples(tmp_path):
 
 @pytest.mark.usefixtures("eager")
 def test_a_function_is_asked_once_for_a_window():
-    network = line()
     coming = iter([2, 3, 1])
-    step = TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()),
-        sgd(network, RATE),
-        accumulation_steps=lambda updates: next(coming),
-        check_loss=False,
-    )
+    network, step = toy_step(learning_rate=RATE, accumulation_steps=lambda updates: next(coming))
     assert step.accumulation_steps == 2  # Nor again for the batch that this is asked for.
     assert [step(*(FOUR * 2)[i]).is_updated for i in range(6)] == [False, True, False, False, True, True]
     windows = [(1, 2, 3, 4), (5, 6, 7, 8, 1, 2), (3, 4)]
