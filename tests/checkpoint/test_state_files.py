@@ -380,6 +380,38 @@ def test_a_manifest_of_another_program_hides_no_state(tmp_path):
     assert load_state(new_step(), tmp_path).path == state
 
 
+@pytest.mark.parametrize("event", ["on_micro_batch_begin", "on_micro_batch_end", "on_update_begin"])
+def test_a_step_is_saved_between_its_batches_alone(event, tmp_path):
+    """Inside a batch the sums have a part of it, or all of a batch that is not counted yet."""
+    step = new_step(2)
+    refused = []
+
+    class Saves:
+        def on_update_end(self, event):
+            save_state(step, tmp_path)
+            assert step.flush() is None
+
+    def save(self, event):
+        for call in (lambda: save_state(step, tmp_path), lambda: load_state(step, tmp_path), step.flush):
+            with refuses(RuntimeError, "come between two batches"):
+                call()
+            refused.append(event.batch)
+
+    setattr(Saves, event, save)
+    step.add_callback(Saves())
+    for _ in range(2):
+        step(X, X)
+    assert 2 in refused
+    assert load_state(new_step(2), tmp_path).updates == 1
+    with refuses(ValueError, "at least one row"):
+        step(X[:0], X[:0])
+    step(X, X)
+    save_state(step, tmp_path)  # In mid-window, and after a batch that has failed.
+    fresh = new_step(2)
+    load_state(fresh, tmp_path)
+    assert held(fresh) == held(step)
+
+
 HOLDER = """
 import sys
 from pathlib import Path

@@ -123,6 +123,16 @@ def test_a_step_follows_updates_and_samples(tmp_path):
         load_state(step, tmp_path / name)
 
 
+def test_a_function_is_asked_once_for_a_window():
+    coming = iter([2, 3, 1])
+    settings = {"accumulation_steps": lambda updates: next(coming), "check_loss": False}
+    network, step = toy_step(learning_rate=RATE, **settings)
+    assert step.accumulation_steps == 2  # Nor again for the batch that this is asked for.
+    assert [step(*(FOUR * 2)[i]).is_updated for i in range(6)] == [False, True, False, False, True, True]
+    windows = [(1, 2, 3, 4), (5, 6, 7, 8, 1, 2), (3, 4)]
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loop_trains_the_windows_of_a_schedule(name):
     schedule, length_of = SCHEDULES[name]
