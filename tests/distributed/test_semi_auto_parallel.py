@@ -35,9 +35,11 @@ def succeeded(result):
 @pytest.mark.parametrize("size, name", _NUMBERS)
 def test_weights_are_those_of_one_process_on_the_whole_batch(reports, size, name):
     for report in reports[size]:
-        result = succeeded(report["numbers"][name])
-        assert result["difference"] < 2e-7
-        assert result["moved"] > 1e-2
+        result, variant = succeeded(report["numbers"][name]), NUMBERS[size][name]
+        # Adam divides gradients that are near zero, and their rounding, by their size.
+        is_rounded = variant.dp and variant.optimizer == "adam"
+        assert result["difference"] < (2e-6 if is_rounded else 2e-7)
+        assert result["moved"] > 5e-3
         # The window is over: its sums are cleared.
         assert result["sums"] == 0
 
@@ -52,6 +54,15 @@ def test_report_is_that_of_the_whole_batch_on_all_ranks(reports, size, name):
             variant = NUMBERS[size][name]
             assert (overflow, updated, scale) == (0, 1, variant.loss_scale or 1)
             assert weight == 64 if not variant.weighted else weight in (128, 108)
+
+
+@pytest.mark.parametrize("name", [name for name, variant in NUMBERS[4].items() if variant.mp > 1])
+def test_operators_are_sharded(reports, name):
+    """Else the others would compare a data parallel program."""
+    for report in reports[4]:
+        result = succeeded(report["numbers"][name])
+        sent = result["purposes"]["AllReduce of forward of a sharded operator"]
+        assert sent >= NUMBERS[4][name].micro_size and result["parts"] > 0
 
 
 def test_overflow_leaves_everything_as_it_was(reports):

@@ -27,16 +27,6 @@ class OfDict(nn.Cell):
         return self.loss(batch["x"], batch["labels"], 1.0)
 
 
-class OfTuple(OfDict):
-    def construct(self, pair, scale):
-        return self.loss(pair[0], pair[1], scale)
-
-
-class WithDefault(OfDict):
-    def construct(self, x, y, scale=2.0):
-        return self.loss(x, y, scale)
-
-
 class Graph(nn.Cell):
     """A graph convolution per row: all rows share one adjacency matrix."""
 
@@ -74,33 +64,6 @@ class Prior(nn.Cell):
 def with_prior():
     prior = np.linspace(-1, 1, ROWS, dtype=np.float32)
     return [(x, y, prior) for x, y in regression(outputs=ROWS)]
-
-
-class OnAxisOne(nn.Cell):
-    """Time first: the rows are on axis 1, as nn.LSTM has them by default."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, 1)
-
-    def construct(self, x, y):
-        return ops.square(self.layer(x).mean(0) - y).mean()
-
-
-def time_first():
-    numbers = np.random.default_rng(5)
-    return [(numbers.normal(size=(3, ROWS, 4)).astype(np.float32), y) for _, y in regression()]
-
-
-class Scaled(nn.Cell):
-    """A tensor without axes, such as a step number."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, 1)
-
-    def construct(self, x, y, scale):
-        return ops.square(self.layer(x) * scale - y).mean()
 
 
 class WeightedRows(OfDict):
@@ -172,8 +135,6 @@ NOT_A_BATCH = r"(input\[2\]|'(adjacency|prior)').*batch_axis"
 
 PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
-    "tuple and a number": Program(OfTuple, batches=lambda: [((x, y), 1.5) for x, y in regression()], faces=LOOPS),
-    "default": Program(WithDefault),
     "adjacency matrix": Program(Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
     "adjacency matrix as large as the rows": Program(Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT),
@@ -190,10 +151,6 @@ PROGRAMS = {
     ),
     "a number per column in a list, batch_axis": Program(
         WeightedColumns, batches=with_list, settings=SHARED, faces=SPLIT, modes=("PYNATIVE",)
-    ),
-    "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
-    "no rows": Program(
-        Scaled, batches=lambda: [(x, y, np.array(0.5 + i, np.float32)) for i, (x, y) in enumerate(regression())]
     ),
 }
 
