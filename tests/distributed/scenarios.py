@@ -133,7 +133,7 @@ def stock_weights(optimizer, batches):
 
 
 def stock_clipped(optimizer, batches, clip):
-    """What MindSpore's own optimizer leaves with gradients that ``clip`` scales in NumPy: weights, and reports.
+    """Train by MindSpore's own optimizer with gradients that ``clip`` scales in NumPy; return the weights and reports.
 
     ``clip`` takes the gradients by name and their norm. A report is the loss, and the norm before and after.
     """

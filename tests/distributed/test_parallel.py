@@ -85,13 +85,13 @@ def one_process(clip):
 
 def check_like_one_process(network, output, clip):
     """The weights, equal on all ranks to the bit, the loss and the norms."""
+    assert_same(fingerprint(network))
     expected, reports = one_process(clip)
     loss, norm, clipped = reports[-1]
     assert clipped < norm  # Something is clipped.
     for found, wanted in ((output.loss, loss), (output.grad_norm, norm), (output.clipped_grad_norm, clipped)):
         np.testing.assert_allclose(found.asnumpy(), wanted, rtol=1e-5)
     close(weights_of(network), expected)
-    assert_same(fingerprint(network))
 
 
 def state_size(optimizer):
@@ -101,15 +101,15 @@ def state_size(optimizer):
 @on_ranks(2, cases=KINDS)
 def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kind):
     network, _, _ = train("Adam", "none", RANK, SIZE, parallel=kind)
+    assert_same(fingerprint(network))
     expected = whole_batches("Adam", EACH)
     assert not np.allclose(expected, weights_of(build_network()))  # Otherwise the test proves nothing.
     close(weights_of(network), expected)
-    assert_same(fingerprint(network))
 
 
 @on_ranks(2, cases=["data parallel", "all shards", "two shards, level2"])
 def test_each_entry_is_clipped_by_itself(name):
-    """Of whole gradients, of shards of them, and in each batch."""
+    """As whole gradients, as shards of them, and in each batch."""
     network, _, output = train("Adam", "value", RANK, SIZE, parallel=KINDS[name])
     check_like_one_process(network, output, "value")
 
@@ -193,8 +193,8 @@ def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named():
 @on_ranks(2, cases=OPTIMIZERS.keys())
 def test_sharded_optimizer_updates_like_a_whole_one(optimizer):
     network, _, _ = train(optimizer, "none", RANK, SIZE, parallel=HSDP(2, 0))
-    close(weights_of(network), whole_batches(optimizer, EACH))
     assert_same(fingerprint(network))
+    close(weights_of(network), whole_batches(optimizer, EACH))
 
 
 @on_ranks(2)
@@ -221,10 +221,10 @@ def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary():
 @on_ranks(2, cases=[(name, limit) for name in THREE for limit in (NormSpike(std=3.0, windows=4), 50.0)])
 def test_all_processes_leave_out_the_same_window(name, limit):
     found = train_factors(SPIKE, RANK, SIZE, skip_above=limit, parallel=KINDS[name])
+    assert_same(found["fingerprint"])
     # Of the five windows, the spike makes no update.
     assert found["updated"] == [True, True, True, False, True]
     close(found["weights"], stock_weights("Momentum", [batch(0)] * 4))
-    assert_same(found["fingerprint"])
 
 
 @on_ranks(2)
@@ -471,6 +471,7 @@ def test_a_process_that_runs_out_of_data_joins_the_others(name, last_window, upd
     settings = {"accumulation_steps": 2, "last_window": last_window}
     model = Model(network, nn.MSELoss(), optimizer, **settings, parallel=KINDS[name])
     model.train(2, NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2))
+    assert_same(weights_of(network))
     assert optimizer.global_step.asnumpy() == [updates]
     assert TrainingPlan(dataset_size=12, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
     first, second = (uneven_data(rank) for rank in (0, 1))
@@ -478,4 +479,3 @@ def test_a_process_that_runs_out_of_data_joins_the_others(name, last_window, upd
     if last_window == "apply":
         windows.append([array[4:] for array in first])
     close(weights_of(network), stock_weights("Momentum", windows * 2))
-    assert_same(weights_of(network))

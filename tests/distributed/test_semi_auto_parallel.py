@@ -1,6 +1,7 @@
 """Semi-auto-parallel without a GPU: what the compiler makes of our cells, and what that computes."""
 
 import pytest
+from semi_auto_contracts import REFUSED
 from semi_auto_worker import COUNTS, NUMBERS
 from simulation.cuda_stubs import why_not
 
@@ -128,30 +129,7 @@ def test_evaluation_compiles_after_training(reports):
     assert ways["evaluated"] == "nothing"
 
 
-@pytest.mark.parametrize(
-    "setting, words",
-    [
-        ("pipeline", "in one pipeline stage, but got 2 pipeline stages"),
-        ("gradients_mean", "without gradients_mean"),
-        ("late", "without gradients_mean"),
-        ("loss_repeated_mean", "with loss_repeated_mean"),
-        ("accumulation_steps", "1 in semi-auto-parallel, but got 2"),
-        ("clip", "one limit for all parameters in semi-auto-parallel, but got ClipByGroupNorm"),
-        ("reduce_dtype", "one with float32 messages in semi-auto-parallel, but got reduce_dtype=Float16"),
-        ("bad_micro_batch", "'skip_window' in semi-auto-parallel, but got 'drop'"),
-        ("rule in Python", "must be compilable, but got a DynamicLossScaleManager"),
-        ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
-        ("cast first", "in semi-auto-parallel, but got a cast to 16 bits"),
-        (
-            "part",
-            "all trainable parameters in semi-auto-parallel, but got 2 parameters without it, first 'first.weight'",
-        ),
-        ("rows", "must divide the 64 rows of the batch of all devices"),
-        ("larger graph", "compiled as the outermost cell"),
-        ("around", "AutoParallel around it all"),
-        ("Model around", "AutoParallel around a TrainOneStepCell"),
-    ],
-)
-def test_what_would_go_wrong_is_refused(reports, setting, words):
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_would_go_wrong_is_refused(reports, setting):
     (said,) = [found[setting] for report in reports[2] if setting in (found := succeeded(report["refusals"]))]
-    assert said.startswith("For '") and words in said
+    assert said.startswith("For '") and REFUSED[setting][1] in said

@@ -163,8 +163,8 @@ def test_a_row_that_is_too_long_on_one_rank_takes_no_other_rank_along(name):
     else:
         step(*inputs)
     output = step(*[Tensor(each) for each in long_batch(RANK)])
-    assert float(output.weight) == np.concatenate(LENGTHS).sum()
     assert_same(network.weight.asnumpy().tolist())
+    assert float(output.weight) == np.concatenate(LENGTHS).sum()
 
 
 class Limited(nn.Cell):
@@ -182,7 +182,7 @@ class Limited(nn.Cell):
 
 @on_ranks(2, cases=["data parallel", "level1", "level2"])
 def test_a_rank_that_runs_out_of_memory_splits_its_batch_for_itself(name):
-    """Where each micro batch communicates it is the error of that rank."""
+    """If each micro batch communicates, it is the error of that rank."""
     network = Limited()
     step = build(network, KINDS[name], "auto")
     inputs = [Tensor(each) for each in long_batch(RANK)]
@@ -192,8 +192,8 @@ def test_a_rank_that_runs_out_of_memory_splits_its_batch_for_itself(name):
                 step(*inputs)
         else:
             step(*inputs)
-        assert step.network.micro_size == 1
         assert_same(network.head.weight.asnumpy().tolist())
+        assert step.network.micro_size == 1
         return
     step(*inputs)
     assert step.network.micro_size == [1, 4][RANK]

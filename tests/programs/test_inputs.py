@@ -2,7 +2,6 @@
 
 from collections import UserDict
 
-import mindspore as ms
 import numpy as np
 from harness import ROWS, UPDATES, Program, checks_of, regression
 from mindspore import Tensor, nn, ops
@@ -50,42 +49,6 @@ def nodes(count):
     return build
 
 
-class Prior(nn.Cell):
-    """A vector for the whole batch: the prior of the classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, ROWS)
-
-    def construct(self, x, y, prior):
-        return ops.square(ops.softmax(self.layer(x) + prior, -1) - y).mean()
-
-
-def with_prior():
-    prior = np.linspace(-1, 1, ROWS, dtype=np.float32)
-    return [(x, y, prior) for x, y in regression(outputs=ROWS)]
-
-
-class WeightedRows(OfDict):
-    """Takes a Python number per row, of which it makes a tensor."""
-
-    def construct(self, x, y, weights):
-        out = self.second(ops.tanh(self.first(x)))
-        return (ops.square(out - y) * Tensor(weights, ms.float32).reshape(-1, 1)).mean()
-
-
-class WeightedColumns(WeightedRows):
-    """Takes a list that has nothing of the rows, and is as long by chance."""
-
-    def construct(self, x, y, weights):
-        out = self.second(ops.tanh(self.first(x)))
-        return (ops.square(out - y) * Tensor(weights, ms.float32).mean()).mean()
-
-
-def with_list():
-    return [(x, y, [1.0 + i for i in range(ROWS)]) for x, y in regression()]
-
-
 def tokens():
     numbers = np.random.default_rng(6)
     return [
@@ -131,26 +94,18 @@ def as_dicts():
 SHARED = {"batch_axis": (0, 0, None)}
 
 # What the error names: the input, and the argument that says how it is split.
-NOT_A_BATCH = r"(input\[2\]|'(adjacency|prior)').*batch_axis"
+NOT_A_BATCH = r"(input\[2\]|'adjacency').*batch_axis"
 
 PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
     "adjacency matrix": Program(Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
     "adjacency matrix as large as the rows": Program(Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT),
-    "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
-    "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
-    "number per row in a list": Program(
-        WeightedRows, batches=with_list, parts=ROWS, named="'weights' seems to have an item per row", faces=SPLIT
-    ),
     "tensors in a UserDict": Program(
         OfMapping, batches=tokens, named="got a UserDict", faces=("step 1", "step 4"), modes=("PYNATIVE",)
     ),
     "numbers in a UserDict": Program(
         WithSettings, batches=with_settings, faces=("step 1", "step 4"), modes=("PYNATIVE",)
-    ),
-    "a number per column in a list, batch_axis": Program(
-        WeightedColumns, batches=with_list, settings=SHARED, faces=SPLIT, modes=("PYNATIVE",)
     ),
 }
 

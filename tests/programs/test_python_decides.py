@@ -58,39 +58,6 @@ def replace_target(i, cell, optimizer):
     cell.target = Tensor(np.float32(i + 1))
 
 
-class Switched(Net):
-    """A network whose activation is replaced in mid-training."""
-
-    def __init__(self):
-        super().__init__()
-        self.act = nn.Tanh()
-
-    def forward(self, x):
-        return self.second(self.act(self.first(x)))
-
-
-def replace_cell(i, cell, optimizer):
-    cell.act = nn.ReLU()
-
-
-SCALE = 1.0
-
-
-class OfGlobal(Net):
-    def construct(self, x, y):
-        return ops.square(self.forward(x) - SCALE * y).mean()
-
-
-def change_global(i, cell, optimizer):
-    global SCALE
-    SCALE = 2.0 + i
-
-
-def reset_global(cell, optimizer):
-    global SCALE
-    SCALE = 1.0
-
-
 def freeze_first(i, cell, optimizer):
     for parameter in cell.first.get_parameters():
         parameter.requires_grad = False
@@ -205,14 +172,6 @@ class EarlyExit(Net):
         if loss > 1e-6:
             loss = loss + 0.1 * ops.abs(out).mean()
         return loss
-
-
-class ByNumpy(Net):
-    """Leaves MindSpore for NumPy in the forward pass: MindSpore's JIT fallback."""
-
-    def construct(self, x, y):
-        scale = Tensor(np.array([1.0, 2.0, 3.0, 4.0], np.float32))
-        return ops.square(self.forward(x * scale) - y).mean()
 
 
 class NumpyOfValues(Net):
@@ -341,8 +300,6 @@ ONLY_EAGER = {"modes": ("PYNATIVE",)}
 PROGRAMS = {
     "annealed weight": Program(Annealed, between=anneal),
     "replaced tensor": Program(WithConstant, between=replace_target),
-    "replaced cell": Program(Switched, between=replace_cell),
-    "changed global": Program(OfGlobal, prepare=reset_global, between=change_global),
     "requires_grad=False in mid-training": Program(Net, between=freeze_first),
     "random in construct": Program(Noisy, parts=1, **ONLY_EAGER),
     "recomputed by a function": Program(Recomputed, **ONLY_EAGER),
@@ -353,7 +310,6 @@ PROGRAMS = {
     "self.last": Program(Remembers, watch=lambda cell: [cell.last.asnumpy()], **ONLY_EAGER),
     "list and dict that grow": Program(Grows, parts=1, watch=lambda cell: cell.history, **ONLY_EAGER),
     "branch on a value": Program(EarlyExit),
-    "numpy of constants": Program(ByNumpy),
     "numpy of values": Program(NumpyOfValues, **ONLY_EAGER),
     "numpy of values, typed": Program(TypedNumpy),
     "numpy beside the loss": Program(NumpyBeside, **ONLY_EAGER),
