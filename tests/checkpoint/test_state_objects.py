@@ -7,13 +7,13 @@ import types
 
 import mindspore as ms
 import pytest
-from linear_toy import line, sgd
-from mindspore import Parameter, Tensor, nn
+from linear_toy import line, toy_step
+from loop_toy import own_loop
+from mindspore import Parameter, Tensor
 from mindspore.experimental import optim
 from open_window import window_of
 from refusal import refuses
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
 from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
@@ -65,14 +65,7 @@ def used_scale(loss_scale):
 
 
 def new_window():
-    network = line()
-    step = TrainOneStepCell(
-        GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2),
-        sgd(network),
-        accumulation_steps=3,
-        mixed_precision=OwnScale(),
-    )
-    return window_of(step)
+    return window_of(toy_step(2, accumulation_steps=3, mixed_precision=OwnScale())[1])
 
 
 # Those that the trainings of test_state.py do not have.
@@ -105,17 +98,6 @@ def damaged(saved):
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
-    build, use = OBJECTS[name]
-    used, fresh = build(), build()
-    use(used)
-    saved = json.loads(json.dumps(state_of(used)))
-    assert state_of(fresh) != saved
-    load(fresh, saved)
-    assert state_of(fresh) == saved == state_of(used)
-
-
-@pytest.mark.parametrize("name", OBJECTS)
 def test_an_object_that_refuses_a_state_is_as_it_was(name):
     build, use = OBJECTS[name]
     used, item = build(), build()
@@ -138,8 +120,7 @@ def test_a_count_is_a_whole_number(count):
 
 @pytest.mark.parametrize("updates", [2**62, True, "1"])
 def test_the_updates_of_a_loop_are_a_whole_number(updates):
-    network = line()
-    loop = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network)).driver
+    loop = own_loop()[1].driver
     saved = loop.state_dict()
     with refuses(DamagedState, "how many batches and updates its loop"):
         loop.load_state_dict({**saved, "counter": {**saved["counter"], "updates": updates}})
