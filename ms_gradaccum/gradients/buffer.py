@@ -176,7 +176,11 @@ class BatchCount:
             self.known = batches
             self.is_ahead = True
         if now and self.is_ahead:
-            Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
+            value = Tensor(batches, ms.int32)
+            if self.buffer.counts_in_graph:
+                ops.assign(self.parameter, value)  # A graph would keep its old memory.
+            else:
+                Parameter.set_data(self.parameter, value)
             self.is_ahead = False
         self.is_stale = self.is_changed = False
 

@@ -24,6 +24,23 @@ def in_graph(step):
     return Around(step).set_train()
 
 
+def test_a_graph_goes_on_with_a_window_that_python_has_begun():
+    """The count of batches keeps its memory, which a compiled graph reads."""
+    step, twin = trained_step(2, 2), trained_step(2, 2)
+    batch = tensors(X[:4], 2 * X[:4])
+
+    @ms.jit
+    def graph(x, y):
+        return step(x, y)
+
+    for call in (graph, graph, step, graph):
+        call(*batch)
+        twin(*batch)
+        assert step.open_batches() == twin.open_batches()
+    network = step.network.network.backbone_network
+    assert weight_of(network) == pytest.approx(weight_of(twin.network.network.backbone_network), rel=1e-6)
+
+
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_step_inside_a_graph_trains_as_one_that_python_calls(accumulation_steps):
     # Seven rows in three micro batches: 3, 2 and 2.
