@@ -267,12 +267,33 @@ class Summed(nn.Cell):
         return grads[0].sum(), grads[1]
 
 
-@pytest.mark.parametrize("kind", [Fewer, Summed])
+class Silent(nn.Cell):
+    def construct(self, grads, norm):
+        return None
+
+
+class Numbers(nn.Cell):
+    def construct(self, grads, norm):
+        return (0.5,) * len(grads)
+
+
+class Listed(nn.Cell):
+    def construct(self, grads, norm):
+        return [grad * 0.5 for grad in grads]
+
+
+def test_a_list_is_as_good_as_a_tuple(mode):
+    step = keeping_step(Weights(2), 2, clip=Listed())
+    step(Tensor(FIRST))
+    np.testing.assert_allclose(step.optimizer.gradients(), [[3, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Fewer, Summed, Silent, Numbers])
 def test_other_gradients_than_it_got_are_refused(kind, mode):
     network = nn.Dense(2, 1)
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
     step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), clip=kind(), check_loss=False)
-    with refuses(ValueError, "cell must return"):
+    with refuses(ValueError, "'clip'", "cell must return"):
         step(Tensor(np.ones((2, 2), np.float32)), Tensor(np.ones((2, 1), np.float32)))
 
 

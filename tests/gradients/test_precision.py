@@ -183,6 +183,24 @@ def test_a_network_that_mindspore_cannot_rewrite(eager, tmp_path, monkeypatch):
     TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
 
 
+def test_a_network_whose_class_is_in_a_function(eager, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Local(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Dense(2, 1)
+
+        def construct(self, x):
+            return self.dense(x).mean()
+
+    network = Local()
+    with refuses(ValueError, "'mixed_precision'", "Define the classes of the network outside of functions"):
+        TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
+    step = TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
+    assert np.isfinite(step(Tensor(np.ones((2, 2), np.float32))).item())
+
+
 def test_a_network_is_converted_once(eager):
     network = Network()
     loss_cell = nn.WithLossCell(network, nn.MSELoss())

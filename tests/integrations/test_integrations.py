@@ -259,12 +259,23 @@ def test_a_trainer_of_mindcv_clips_the_mean_gradient(mindcv):
     assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped, as in mindcv
 
 
-@pytest.mark.parametrize(("drops", "moved"), [(True, False), (False, True)])
-def test_a_trainer_of_mindcv_updates_in_spite_of_an_overflow_if_told_so(mindcv, drops, moved):
+@pytest.mark.parametrize(
+    ("kind", "drops", "moved", "scale"),
+    [("fixed", True, False, 1024), ("fixed", False, True, 1024), ("dynamic", True, False, 512)],
+)
+def test_a_trainer_of_mindcv_updates_in_spite_of_an_overflow_if_told_so(mindcv, kind, drops, moved, scale):
     network = line()
-    model = trainer(network, scale=1024.0, drop_overflow_update=drops, micro_size=4)
+    model = trainer(network, kind=kind, scale=1024.0, drop_overflow_update=drops, micro_size=4)
     model.train(1, batches(8, X * np.float32(np.inf)), dataset_sink_mode=False)
     assert math.isnan(weight_of(network)) == moved
+    assert moved or float(model.train_network.scale_sense.asnumpy()) == scale
+
+
+def test_an_optimizer_with_a_scale_of_its_own_trains_the_same_with_a_trainer_of_mindcv(mindcv):
+    network = line()
+    scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
+    trainer(network, scaled, micro_size=4).train(1, batches(8), dataset_sink_mode=False)
+    assert weight_of(network) == pytest.approx(2.04)
 
 
 class ReturnsADict(nn.Cell):

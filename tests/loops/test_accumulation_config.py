@@ -10,7 +10,6 @@ from tiers import share_of
 
 from ms_gradaccum import AccumulationConfig, Accumulator
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 

@@ -18,7 +18,6 @@ from tiers import share_of
 
 from ms_gradaccum import Accumulator, load_state, save_state
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 AFTER_THREE = descend((1, 2, 3, 4, 5, 6))  # 1.2133333

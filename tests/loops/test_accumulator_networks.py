@@ -10,7 +10,6 @@ from step_probe import number
 
 from ms_gradaccum import Accumulator
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = [pytest.mark.usefixtures("eager"), pytest.mark.filterwarnings("error:.*runs eagerly")]
 
 

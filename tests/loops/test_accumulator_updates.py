@@ -23,7 +23,6 @@ from step_probe import Weights, compilations, number
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByValue
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 THREE_FOUR = Tensor(np.float32([[3.0, 4.0], [3.0, 4.0]]))  # the gradient of Weights(2): norm 5

@@ -169,29 +169,24 @@ def test_a_swap_that_is_interrupted_leaves_the_weights(eager, monkeypatch):
     with pytest.raises(KeyboardInterrupt), ema.swapped():
         pass
     assert weight_of(network) == weight
+    with pytest.raises(KeyError), ema.swapped():
+        raise KeyError
+    assert weight_of(network) == weight
     model.train(1, batches(2), callbacks=ema)
-
-
-class Results(train.Callback):
-    def __init__(self):
-        super().__init__()
-        self.mse = []
-
-    def on_eval_end(self, run_context):
-        self.mse.append(run_context.original_args().metrics["mse"])
 
 
 def test_fit_evaluates_the_averages(eager):
     network, model = toy_with_metrics(accumulation_steps=4)
-    ema, results = EMA(0.5, warmup_updates=0), Results()
-    model.fit(2, batches(2), batches(8), callbacks=[ema, results])
+    ema, history = EMA(0.5, warmup_updates=0), train.History()
+    model.fit(2, batches(2), batches(8), callbacks=[ema, history])
+    found = history.history["mse"]
     weights = [descend(ALL), descend(ALL, ALL)]
     averages = [peers_average(weights[:n], 0.5, 0) for n in (1, 2)]
-    np.testing.assert_allclose(results.mse, [25.5 * (2 - w) ** 2 for w in averages], 1e-3)
+    np.testing.assert_allclose(found, [25.5 * (2 - w) ** 2 for w in averages], 1e-3)
     assert abs(weight_of(network) - weights[-1]) < 1e-6
     # Model.eval with it, too.
     evaluated = model.eval(batches(8), callbacks=ema)["mse"]
-    np.testing.assert_allclose(evaluated, results.mse[-1], 1e-6)
+    np.testing.assert_allclose(evaluated, found[-1], 1e-6)
     with ema.swapped():
         np.testing.assert_allclose(model.eval(batches(8), callbacks=ema)["mse"], 25.5 * (2 - averages[-1]) ** 2, 1e-3)
         assert abs(weight_of(network) - averages[-1]) < 1e-6  # What the evaluation has found, it leaves.

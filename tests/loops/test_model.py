@@ -29,7 +29,6 @@ from step_probe import compilations
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, Model, TrainOneStepCell
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 RANDOM = np.random.default_rng(3)

@@ -25,7 +25,6 @@ from refusal import refuses
 
 from ms_gradaccum import ClipByGlobalNorm, Model
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")

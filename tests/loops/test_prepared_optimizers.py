@@ -10,7 +10,6 @@ from mindspore.experimental.optim.lr_scheduler import StepLR
 
 from ms_gradaccum import Accumulator
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 
@@ -84,6 +83,20 @@ class OwnStep(nn.SGD):
 
     def step(self, gradients):
         return self(gradients)
+
+
+class OwnZero(nn.SGD):
+    def zero_grad(self):
+        return "mine"
+
+
+def test_the_other_method_of_the_users_own_class_stays_too():
+    network = line()
+    optimizer = OwnZero(network.trainable_params(), 0.02)
+    accumulator = Accumulator(mse(network), optimizer)
+    accumulator.prepare(optimizer)
+    accumulator.backward(*FOUR[0])
+    assert optimizer.zero_grad() == "mine" and optimizer.step().updated
 
 
 def test_each_name_is_taken_by_itself_and_a_loop_that_relies_on_the_other_ends_loudly():

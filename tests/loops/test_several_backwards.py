@@ -92,6 +92,7 @@ def test_losses_that_have_a_backward_pass_of_their_own(backward_of_tensors, opti
         with accumulator.accumulate():
             loss = critic(Tensor(REAL[rows]), 1.0) + critic(Tensor(FAKE[rows]), 0.0)
             assert accumulator.backward(loss, weight=Tensor(count)) is loss
+            assert (accumulator.clip_grad_norm(1e6) is not None) == accumulator.sync_gradients
             reports.append(optimizer.step())
             optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in critic.trainable_params())

@@ -240,14 +240,6 @@ def test_one_odd_argument(call):
             assert all(0 < np.float32(number) < np.inf for number in numbers), taken
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-@examples(15)
-@given(data=st.data())
-def test_several_arguments(call, data):
-    values, bad = data.draw(arguments(call))
-    check(call, values, bad)
-
-
 @pytest.mark.parametrize("call", CALLS[-2:], ids=str)
 @examples(15)
 @given(data=st.data())

@@ -32,6 +32,7 @@ MISTAKES = {
     ),
     "a loss before the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS, 4), "'micro_size'", LOSS_INSIDE),
     "a loss after the number": (lambda cell, optimizer: GradAccumulation(cell, 4, LOSS), "need a name", LOSS_INSIDE),
+    "more by place": (lambda cell, optimizer: Accumulator(cell, optimizer, 2, "fp16"), "need a name", "but got 'fp16'"),
     "a loss by name": (lambda cell, optimizer: GradAccumulation(cell, 4, loss_fn=LOSS), "'loss_fn'", LOSS_INSIDE),
     "a loss around": (
         lambda cell, optimizer: TrainOneStepCell(mse(GradAccumulation(line(), 4)), optimizer),

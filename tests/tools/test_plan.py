@@ -15,7 +15,6 @@ from refusal import refuses
 
 from ms_gradaccum import Model, TrainingPlan
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 

@@ -164,6 +164,8 @@ def test_a_training_step_and_a_reference_of_other_parameters_are_refused():
     step = TrainOneStepCell(network, nn.SGD(network.trainable_params()))
     with refuses(ValueError, "'network'", "Give its network"):
         verify(step, batch(X, Y), 2)
+    with refuses(ValueError, "'network'", "but got none."):
+        verify(nn.WithLossCell(nn.ReLU(), nn.MSELoss()), batch(X, Y), 2)
     with refuses(ValueError, "'reference'", "first 'weight'"):
         verify(Line(), batch(X, Y), 2, reference=Line())
 

@@ -103,6 +103,11 @@ def test_a_micro_batch_that_has_no_token_is_no_number(eager):
     assert_causes(report, NOT_FINITE.format("the window and the whole batch"))
 
 
+def test_a_penalty_on_the_weights_is_no_difference(eager):
+    assert verify(Penalized(mean), batch(X, Y), 3).equal
+    assert_causes(verify(Penalized(mean_over_marked), batch(X, MARKED), 3), LOSS)
+
+
 class Scaled(nn.Cell):
     """The hand-written way: the loss of another cell, times a factor."""
 
@@ -140,6 +145,12 @@ def test_what_else_a_reference_shows(eager):
     # The logarithm of -1 is no number, in the reference alone.
     nothing = sharing(Loss(lambda output, y: mean(output, y) * ops.log(y * 0 - 1).sum()), loss_cell)
     assert_causes(verify(loss_cell, batch(X, Y), 3, reference=nothing), NOT_FINITE.format("the reference"))
+
+
+def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):
+    loss_cell = Loss(sum_over_marked)
+    reference = sharing(Loss(mean_over_marked), loss_cell)
+    assert verify(loss_cell, batch(X, MARKED), 3, weighted=True, reference=reference).equal
 
 
 def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):
@@ -191,6 +202,12 @@ def test_batch_norm_and_its_moving_averages(mode):
     # All is as it was.
     assert not network.training and network.norm.moving_mean.asnumpy().tolist() == [0, 0]
     assert entry.max_difference == pytest.approx(np.abs(twice - 0.1 * outputs.mean(0)).max(), rel=1e-4)
+
+
+def test_batch_norm_of_the_whole_batch_in_one_part_is_no_cause(eager):
+    network = Network(nn.BatchNorm1d(2))
+    report = verify(network, batch(X, COLUMN), 1, reference=Scaled(network, 2))
+    assert_causes(report, "network differs from reference")
 
 
 class Pairs(nn.Cell):
