@@ -255,7 +255,6 @@ PROVOKED = {
     "loss of two": lambda: train_parts(nn.WithLossCell(line(), nn.MSELoss(reduction="sum"))),
     "sums and weights": lambda: train_parts(Returning(lambda loss: (loss, Tensor(2.0))), weighted=True),
     "forward pass changes": lambda: train_parts(Counted()),
-    "rows have another": lambda: step_of(GradAccumulation(Counted(), 2)).body.measure_loss(LINES),
     "network takes 4": lambda: train_parts(OfFour()),
     "reads an iterator": lambda: train_parts(Reading()),
     "tensors, tuples, lists": lambda: train_parts(Plain(), INPUT, UserDict(y=LABEL)),

@@ -13,7 +13,7 @@ Y = RANDOM.normal(size=(8, 1)).astype(np.float32)
 
 BATCH_NORM = "BatchNorm (norm)"
 DROPOUT = "Dropout (drop)"
-OF_STATE = "The same rows have another loss in each pass"
+OF_STATE = "The forward pass changes 'norm.seen', and the loss depends on it"
 
 
 class Network(nn.Cell):
