@@ -47,7 +47,7 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
         return 0.0
     own = program.gradient_of(losses, program.add, first, second)
     if both.size > 2 or not losses.is_eager:  # Single rows have no halves to exchange, and joining takes a graph.
-        places = np.roll(range(both.size), first.size // 2)
+        places = np.roll(range(both.size), first.size // 2).tolist()
         exchanged = [both.take(places[: first.size]), both.take(places[first.size :])]
         error = _distance(own, program.gradient_of(losses, program.add, *exchanged))
         if not GRADIENT_TOLERANCE < error < math.inf:
