@@ -1,6 +1,6 @@
 """A layer or two of a Llama of 1 billion parameters, compiled for 8 devices. What they send is in docs/team.md.
 
-KIND=hsdp LAYERS=2 PYTHONPATH=tests/support python benchmarks/llama_layers.py
+KIND=hsdp LAYERS=2 python benchmarks/llama_layers.py
 """
 
 import os
@@ -68,6 +68,6 @@ def build():
 
 
 if __name__ == "__main__":
-    from simulation.simulate import simulate
+    from simulate import simulate
 
-    print(simulate(f"{__file__}:build", 8).ours)
+    print(simulate(f"{__file__}:build", 8))

@@ -41,9 +41,9 @@ LABELS[:, :, 1] = random.integers(0, CLASSES, (UPDATES * ROWS, BOXES))
 LABELS[np.arange(BOXES) >= random.integers(1, BOXES + 1, (UPDATES * ROWS, 1))] = -1
 
 
-def numbered(rows: int) -> np.ndarray:
+def numbered(labels: np.ndarray, rows: int) -> np.ndarray:
     """The labels with the number of the image in its batch, as mindyolo's loader has them."""
-    labels = LABELS.copy()
+    labels = labels.copy()
     labels[:, :, 0] = (np.arange(len(labels)) % rows)[:, None]
     return labels
 
@@ -83,7 +83,7 @@ class Case(NamedTuple):
         positional = ("detect", network, loss, optimizer, 1, scaler, reducer, None, False, True)
         function = create(*positional, **settings)
         network.set_train(True)
-        dataset = NumpySlicesDataset({"images": IMAGES, "labels": numbered(rows)}, shuffle=False).batch(rows)
+        dataset = NumpySlicesDataset({"images": IMAGES, "labels": numbered(LABELS, rows)}, shuffle=False).batch(rows)
         dataset.dataset_size = dataset.get_dataset_size()
         named = {"model_name": "yolo", "train_step_fn": function, "scaler": scaler, "dataloader": dataset}
         named |= {"steps_per_epoch": UPDATES * calls, "network": network, "loss_fn": loss, "ema": None}
@@ -99,14 +99,14 @@ class Case(NamedTuple):
 
 
 class Timed:
-    """The step of a Trainer, to be timed."""
+    """The step of a Trainer, to be timed. It numbers the images of each batch, as mindyolo's loader does."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.optimizer = trainer.optimizer
 
-    def __call__(self, *inputs: Any) -> None:
-        self.trainer.train_step(*inputs)
+    def __call__(self, images: ms.Tensor, labels: ms.Tensor) -> None:
+        self.trainer.train_step(images, ms.Tensor(numbered(labels.asnumpy(), len(labels))))
 
 
 def rows_of(case: Case, repeat: int) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def rows_of(case: Case, repeat: int) -> list[dict[str, Any]]:
         Candidate("mindyolo, accumulate=4", partial(theirs, MICRO_SIZE, MICRO_SIZE), OWN_RATES),
         Candidate("mindyolo, accumulate=4, a rate per update", partial(theirs, MICRO_SIZE), OWN_LOSS),
     ]
-    batch = (IMAGES[:ROWS], numbered(ROWS)[:ROWS])
+    batch = (IMAGES[:ROWS], LABELS[:ROWS])
     return compare(f"{case.config}, its loss, Momentum in groups", candidates, batch, repeat)
 
 

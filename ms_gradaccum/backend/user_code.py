@@ -15,7 +15,9 @@ _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregiste
 _WIDE = re.compile(r"(int|float)64", re.IGNORECASE)
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # The class names that errors of this package during compilation begin with.
-_OWNERS = "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
+_OWNERS = (
+    "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision clip"
+)
 _SENTENCES = tuple(f"For '{name}'" for name in _OWNERS.split())
 
 

@@ -166,4 +166,6 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
         extra.check_can_save(owner)
     if isinstance(trained, Accumulator):
         trained.driver.check_between_batches(owner)
+    else:
+        trained.body.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

@@ -300,16 +300,23 @@ class OwnClip(Clip):
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         clipped: Grads = self.cell(grads, norm)
-        _check_returned(map_tensors(ops.shape, grads), map_tensors(ops.shape, clipped))
+        if isinstance(clipped, list):
+            clipped = tuple(clipped)
+        _check_returned(map_tensors(ops.shape, grads), map_tensors(_shape_of, clipped))
         return clipped
 
 
+def _shape_of(value: object) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, and None for anything else."""
+    return value.shape if isinstance(value, Tensor) else None
+
+
 @primexpr
-def _check_returned(expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> None:
-    if [*found] != [*expected]:
+def _check_returned(expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...] | None] | None) -> None:
+    if found is None or [*found] != [*expected]:
         raise ValueError(
             f"For 'clip', the cell must return one gradient for each that it gets, of shapes {[*expected]}, but got "
-            f"shapes {[*found]}. Return a tuple in the same order."
+            f"shapes {found}. Return a tuple in the same order."
         )
 
 

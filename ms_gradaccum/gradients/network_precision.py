@@ -134,12 +134,14 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     os.chdir(_folder_apart())
     try:
         converted = amp.auto_mixed_precision(network, level, precision.dtype)
-    except RuntimeError as error:
-        # It does not support all of Python's syntax.
+    except (RuntimeError, NameError) as error:
+        # It does not support all of Python's syntax, and looks for classes in modules alone.
+        remedy = "Name the inputs of each construct() in place of *inputs"
+        if isinstance(error, NameError):
+            remedy = "Define the classes of the network outside of functions"
         raise ValueError(
             f"For '{owner}', the argument 'mixed_precision' must fit MindSpore's conversion, but got {level}: "
-            f"{str(error).splitlines()[0]}. Name the inputs of each construct() in place of *inputs, or give level "
-            f"'O2'."
+            f"{str(error).splitlines()[0]}. {remedy}, or give level 'O2'."
         ) from error
     finally:
         os.chdir(here)

@@ -27,7 +27,6 @@ _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
 class LoopDriver(WindowDriver[TrainedNetwork]):
     """Drives the windows of all networks of a loop, which begins its batches and ends its windows itself."""
 
-    in_batch = False  # True if the program is inside a batch.
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.
@@ -225,12 +224,12 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         # The state may come from a rank with more batches in the window.
         self.batches = max(counts["batches"], self.open_batches())
 
-    def check_between_batches(self, owner: str) -> None:
+    def check_between_batches(self, caller: str) -> None:
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
-            raise disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
+            raise disorder(f"{caller}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
         if any(trained.is_reduced or trained.clip is not None for trained in self.windows):
-            raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+            raise disorder(f"{caller}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
     def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""

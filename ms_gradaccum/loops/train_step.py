@@ -1,5 +1,6 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
@@ -52,6 +53,7 @@ class WindowDriver(Generic[_W]):
     batches = 0
     # True if the current or last batch ends its window.
     is_last_batch = False
+    in_batch = False  # True if the program is inside a batch.
     has_warned_of_open = False
 
     def __init__(self, owner: str, windows: Sequence[_W], events: Events) -> None:
@@ -70,12 +72,21 @@ class WindowDriver(Generic[_W]):
 
     def begin_batch(self, steps: int) -> None:
         """Begin the next batch of a window of so many."""
+        self.in_batch = True
         self.batches = 1
         if steps > 1:
             self.batches += self.windows[0].count.get()
         # A loaded checkpoint may have more batches.
         self.is_last_batch = self.batches >= steps
         self.events.batches += 1
+
+    def check_between_batches(self, caller: str) -> None:
+        """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
+        if self.in_batch:
+            raise RuntimeError(
+                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
+                f"the step, or in a callback's on_update_end()."
+            )
 
     def close(self, window: _W) -> StepOutput:
         """End the window of one network, and tell the listeners before and after."""
@@ -88,6 +99,7 @@ class WindowDriver(Generic[_W]):
                 self.events.update_end(window.close())
             raise
         output = window.close()
+        self.in_batch = False
         self.events.update_end(output)
         return output
 
@@ -121,6 +133,8 @@ class HostDrivenStep(Step):
         self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
+        # A schedule is asked once for a window, and not again for its further batches.
+        self.length_at = functools.lru_cache(1)(settings.window_length.at)
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         if network.token_limit is not None:
             agreed["micro_tokens"] = network.token_limit.micro_tokens
@@ -141,15 +155,19 @@ class HostDrivenStep(Step):
         epoch = None
         if self.epoch_of is not None:
             epoch = self.epoch_of(begun)
-        return self.settings.window_length.at(epoch, self.events.updates, self.events.batches - begun)
+        return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        steps = self.accumulation_steps
-        if self.has_schedule:
-            steps = self.steps_of_window()
-        self.driver.begin_batch(steps)
+        return self._batch(lambda: self.window.add(args, kwargs, self.driver.is_last_batch))
+
+    def join(self) -> StepOutput:
+        return self._batch(self.window.micro_steps.join)
+
+    def _batch(self, add: Callable[[], object]) -> StepOutput:
+        """Count one batch, which ``add`` adds to the window, and end it."""
+        self.driver.begin_batch(self.steps_of_window())
         try:
-            self.window.add(args, kwargs, self.driver.is_last_batch)
+            add()
         except BaseException as error:
             if self.window.can_continue_after(error):
                 self._end_batch()  # The other ranks end theirs, too.
@@ -157,12 +175,10 @@ class HostDrivenStep(Step):
                 # Another thread may be in the batch, whose number is this one's, too.
                 self.events.batches -= 1
             raise
-        return self._end_batch()
-
-    def join(self) -> StepOutput:
-        self.driver.begin_batch(self.steps_of_window())
-        self.window.micro_steps.join()
-        return self._end_batch()
+        else:
+            return self._end_batch()
+        finally:
+            self.driver.in_batch = False
 
     def _end_batch(self) -> StepOutput:
         if self.driver.is_last_batch:
@@ -170,10 +186,14 @@ class HostDrivenStep(Step):
         self.window.count.set(self.driver.batches)
         return self.window.partial_output()
 
+    def check_between_batches(self, caller: str) -> None:
+        self.driver.check_between_batches(caller)
+
     def open_batches(self) -> int:
         return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
 
     def flush(self) -> StepOutput | None:
+        self.check_between_batches("flush")
         if not self.driver.begin_flush(self.open_batches()):
             return None
         output = self.driver.close(self.window)

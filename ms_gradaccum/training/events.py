@@ -100,8 +100,8 @@ class Events:
     def has_listener(self, callback: object) -> bool:
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
 
-    def add(self, callback: object) -> None:
-        """From now on, call the methods of ``callback`` that are named after events."""
+    def add(self, callback: object) -> dict[str, Callable[[StepEvent], None]]:
+        """From now on, call the methods of ``callback`` that are named after events. Return them by name."""
         methods = _methods_of(callback)
         if not methods:
             raise TypeError(
@@ -111,19 +111,22 @@ class Events:
         for name, method in methods.items():
             self._listeners[name].append(method)
         self.heard = True
+        return methods
 
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
         """Within this context, add the ``callbacks`` that have event methods and do not listen yet."""
-        before = {name: list(methods) for name, methods in self._listeners.items()}
+        added = []
         for callback in callbacks:
             if _methods_of(callback) and not self.has_listener(callback):
-                self.add(callback)
+                added.append(self.add(callback))
         try:
             yield
         finally:
-            self._listeners = before
-            self.heard = any(before.values())
+            for methods in added:
+                for name, method in methods.items():
+                    self._listeners[name].remove(method)
+            self.heard = any(self._listeners.values())
 
     def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
@@ -186,7 +189,8 @@ class Observed:
         """Call the methods of the callback that are named after events, each with a :class:`StepEvent`.
 
         The events are `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` of each
-        network. In data sink mode there is one ``on_update_end`` per sink.
+        network. In data sink mode there is one ``on_update_end`` per sink. A callback that was added before is not
+        added again.
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
@@ -195,8 +199,8 @@ class Observed:
             TypeError: If it has none of them.
         """
         self.adopt([callback])
-        # A callback that gets each update twice would change its tensors twice.
-        if not (isinstance(callback, Extra) and self.events.has_listener(callback)):
+        # A cell of a notebook that runs again adds nothing.
+        if not self.events.has_listener(callback):
             self.events.add(callback)
 
 

@@ -62,6 +62,9 @@ class Step(nn.Cell):
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         """Measure the loss of a batch that a larger graph will train."""
 
+    def check_between_batches(self, caller: str) -> None:
+        """Raise if a method or a function that needs whole batches is called inside one."""
+
     def open_batches(self) -> int:
         return 0
 

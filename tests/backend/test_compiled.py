@@ -119,29 +119,6 @@ def test_what_runs_op_by_op_is_not_told_of_changing_shapes():
     assert increment.general_cell is not None and not told.called
 
 
-class SumOfTokens(nn.Cell):
-    """Mean over the rows of the weighted sum of their tokens; its gradient is the mean of the sums."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([1.0]), "weight")
-
-    def construct(self, x):
-        return (x * self.weight).sum(-1).mean()
-
-
-def test_batches_of_thirty_sizes_and_lengths_share_a_few_graphs():
-    step = keeping_step(SumOfTokens(), 2, accumulation_steps=100)
-    total = 0
-    with compilations() as compiled:
-        for rows in range(1, 31):
-            x = np.full((rows, 1 + rows % 7), rows, np.float32)
-            step(Tensor(x))
-            total += x.sum()
-            assert number(buffer_of(step).sums[0]) == total
-    assert compiled.count("MicroStep") == MAX_FIXED_SHAPES + 1
-
-
 class Scores(nn.Cell):
     """Sums that mix both axes of its input, which may both change."""
 

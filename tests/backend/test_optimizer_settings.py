@@ -51,19 +51,6 @@ class AddedMatrices(nn.Cell):
         return ops.matmul(x, total.T)
 
 
-class TiedLayers(nn.Cell):
-    """Two layers with one weight, and a bias each."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = dense(3, 3, 0.2, 0.5, seed=1)
-        self.second = dense(3, 3, 0.2, 0.5, seed=2)
-        self.second.weight = self.first.weight
-
-    def construct(self, x):
-        return self.second(self.first(x))[:, :2]
-
-
 class HalfFirstLayer(nn.Cell):
     """A float16 layer before a float32 one."""
 
@@ -91,12 +78,6 @@ class Averaging(nn.Optimizer):
         for average, parameter in zip(self.averages, self.parameters):
             done = ops.depend(done, ops.assign(average, 0.9 * average + 0.1 * parameter))
         return done
-
-
-def frozen_weight():
-    network = one_layer()
-    network.backbone.weight.requires_grad = False
-    return network
 
 
 def weights_and_biases(network):
@@ -137,12 +118,6 @@ CASES = {
         one_layer,
         trainable(nn.AdamWeightDecay, nn.CosineDecayLR(0.01, 0.1, 4), eps=1.0, weight_decay=GrowingDecay()),
     ),
-    "a frozen weight": (frozen_weight, trainable(nn.Adam, 0.05, eps=1.0)),
-    "an optimizer for a part of the network": (
-        one_layer,
-        lambda network: nn.Adagrad([network.backbone.bias], learning_rate=0.05),
-    ),
-    "a tied weight": (lambda: RowLoss(TiedLayers()), trainable(nn.Momentum, 0.001, 0.9)),
     "groups of mindspore.mint": (one_layer, mint_groups),
 }
 
@@ -159,21 +134,6 @@ def trained(case):
 def test_settings_of_an_optimizer_keep_their_effect(case, mode):
     whole, results = trained(case)
     assert_like_whole_batch(whole, *results[mode])
-
-
-@pytest.mark.parametrize("case", ["a frozen weight", "an optimizer for a part of the network"])
-def test_weights_that_the_optimizer_does_not_have_keep_their_bits(case, mode):
-    whole, results = trained(case)
-    _, values = results[mode]
-    assert whole.trained == ["backbone.bias"]
-    np.testing.assert_array_equal(values["backbone.weight"], whole.start["backbone.weight"])
-
-
-def test_a_tied_weight_has_one_state(mode):
-    _, results = trained("a tied weight")
-    _, values = results[mode]
-    states = {name for name in values if "moments" in name}
-    assert states == {f"moments.backbone.{name}" for name in ("first.weight", "first.bias", "second.bias")}
 
 
 @pytest.mark.parametrize("make_step", [accumulated_step, Accumulator])

@@ -200,14 +200,3 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     program(columns(4))
     assert network.weight.asnumpy().all()
     assert not compiled_micro_steps(step)
-
-
-def test_settings_reach_the_graph(monkeypatch):
-    run_by(monkeypatch, True)
-    network = Weights(3)
-    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
-    step.set_jit_config(JitConfig(jit_level="O1"))
-    step.set_train(False)(columns(4))
-    (compiled,) = compiled_micro_steps(step).values()
-    assert compiled.cell.is_pooled and not compiled.cell.training
-    assert compiled.cell.jit_config_dict["jit_level"] == "O1"

@@ -84,14 +84,6 @@ def test_the_causal_language_model_ends_where_the_whole_batch_does(mode, batches
     np.testing.assert_allclose(weights, [0.0953, 0.4337], atol=5e-5)
 
 
-def test_a_batch_that_a_training_step_splits_is_the_same():
-    network = head()
-    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
-    output = step(*tensors(IDS, LABELS))
-    assert number(output.weight) == 36 and step.network.weighted  # it says so itself
-    np.testing.assert_allclose(network.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)
-
-
 @settings(max_examples=share_of(25), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=36, max_size=36), st.randoms(use_true_random=False))
 def test_any_dealing_of_the_tokens_over_batches_is_the_whole_batch(places, random):

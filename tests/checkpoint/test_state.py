@@ -5,7 +5,7 @@ import random
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import line, sgd, weight_of
+from linear_toy import line, mse, sgd, toy_step, weight_of
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
@@ -137,44 +137,27 @@ def test_a_loop_goes_on_bit_for_bit_with_its_data_and_its_scheduler(scheduled, b
     assert bits_of(fresh) == bits_of(straight)
 
 
-@pytest.mark.parametrize("batches", [0, 1])
-def test_a_loop_that_is_saved_inside_a_batch_has_the_sums_of_that_batch(batches, tmp_path):
-    def build():
-        network = line(3)
-        return Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3)
-
-    accumulator = build()
-    for x, y in BATCHES[:batches]:
-        accumulator.backward(x, y)
-    with accumulator.accumulate():
-        accumulator.backward(*BATCHES[batches])
-        save_state(accumulator, tmp_path)
-    fresh = build()
-    load_state(fresh, tmp_path)
-    assert bits_of(fresh) == bits_of(accumulator)
-    assert fresh.drop() == batches + 1
+def loop_of(steps):
+    network = line(3)
+    return Accumulator(mse(network), sgd(network), steps)
 
 
 @pytest.mark.parametrize("clip", [("clip_grad_norm", 0.05), ("clip_grad_value", 0.02)])
 def test_a_loop_flushes_with_the_clip_that_it_had_before_its_state(clip, tmp_path):
     name, limit = clip
 
-    def build():
-        network = line(3)
-        return Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
-
     def flushed(accumulator):
         accumulator.flush()
         return bits_of(accumulator)
 
-    accumulator = build()
+    accumulator = loop_of(2)
     for x, y in BATCHES[:3]:
         accumulator.backward(x, y)
         getattr(accumulator, name)(limit)
         accumulator.step()
     save_state(accumulator, tmp_path)
     expected = flushed(accumulator)
-    fresh = build()
+    fresh = loop_of(2)
     load_state(fresh, tmp_path)
     assert flushed(fresh) == expected
     # Without its clip, it would have been another update.
@@ -201,8 +184,7 @@ class Centred(nn.Cell):
 def test_buffers_go_on(tmp_path):
     def build():
         network = Centred()
-        loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-        return network, TrainOneStepCell(loss_cell, sgd(network), accumulation_steps=3)
+        return network, TrainOneStepCell(GradAccumulation(mse(network), 2), sgd(network), accumulation_steps=3)
 
     network, step = build()
     train_step(step, BATCHES[:4])
@@ -221,7 +203,7 @@ def test_networks_and_optimizers_with_the_same_names_keep_their_own(tmp_path):
         ms.set_seed(1)
         networks = [Net(), Net()]
         optimizers = [nn.Momentum(each.trainable_params(), 0.1 * (i + 1), 0.9) for i, each in enumerate(networks)]
-        cells = [nn.WithLossCell(each, nn.MSELoss()) for each in networks]
+        cells = [mse(each) for each in networks]
         return Accumulator(cells, optimizers, 2), cells
 
     def train(accumulator, cells, batches):
@@ -278,11 +260,7 @@ def test_only_the_last_states_are_kept(tmp_path):
 
 def test_a_hundred_overflows_in_a_row_end_the_training(tmp_path):
     def build():
-        network = line()
-        precision = MixedPrecision(level="O0", init_scale=8)
-        return network, TrainOneStepCell(
-            nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=precision
-        )
+        return toy_step(mixed_precision=MixedPrecision(level="O0", init_scale=8))
 
     def train(step, target, windows):
         for _ in range(windows):
@@ -327,8 +305,7 @@ def test_python_data_goes_on_where_it_was(tmp_path):
         return seen
 
     def build():
-        network = line(3)
-        accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 9)
+        accumulator = loop_of(9)
         return accumulator, accumulator.prepare(Shuffled())
 
     np.random.seed(1)

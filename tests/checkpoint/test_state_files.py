@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -18,20 +17,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from linear_toy import line, sgd
+from linear_toy import batches, line, toy, toy_step, weight_of
+from loop_toy import own_loop
 from mindspore import Tensor, nn
-from mindspore.dataset import NumpySlicesDataset
+from no_space import no_file_larger_than
 from open_window import window_of
 from refusal import refuses
 from safetensors.numpy import load_file, save_file
 from tiers import share_of
 
 from ms_gradaccum import (
-    Accumulator,
-    GradAccumulation,
-    Model,
     StateCheckpoint,
-    TrainOneStepCell,
     load_state,
     save_state,
 )
@@ -42,11 +38,12 @@ pytestmark = pytest.mark.usefixtures("eager")
 X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
 
 
+def momentum(network, learning_rate=0.02):
+    return nn.Momentum(network.trainable_params(), learning_rate, 0.9)
+
+
 def new_step(accumulation_steps=3, **settings):
-    network = line()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-    optimizer = nn.Momentum(network.trainable_params(), 0.02, 0.9)
-    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings)
+    return toy_step(2, make_optimizer=momentum, accumulation_steps=accumulation_steps, **settings)[1]
 
 
 def held(step):
@@ -140,13 +137,9 @@ def test_a_kill_at_any_instant_leaves_the_state_before_it_whole(tmp_path):
 def test_a_full_disk_is_told_and_loses_nothing(saved):
     step = new_step()
     load_state(step, saved.parent)
-    before, limit = held(step), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    try:
-        with pytest.raises(OSError) as error:
-            save_state(step, saved.parent)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    before = held(step)
+    with no_file_larger_than(100), pytest.raises(OSError) as error:
+        save_state(step, saved.parent)
     assert error.value.errno == errno.EFBIG
     assert f"For 'save_state', the state cannot be written to {saved.parent}: File too large." in str(error.value)
     assert sorted(path.name for path in saved.parent.iterdir()) == [files.LOCK, "state-000001", "state-000002"]
@@ -156,10 +149,7 @@ def test_a_full_disk_is_told_and_loses_nothing(saved):
 
 DAMAGES = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not have the"),
-    "other byte": (
-        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"),
-        "has another checksum",
-    ),
+    "other byte": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"), "has another checksum"),
     "missing": (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
     "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "does not have the"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),
@@ -238,10 +228,6 @@ MANIFESTS = {
     "a list": (b"[]", "is not the manifest"),
     "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 2"),
     "no files": (json.dumps(files.signed({"format": "ms_gradaccum", "version": 2})).encode(), "lacks its files"),
-    "no processes": (
-        json.dumps(files.signed({"format": "ms_gradaccum", "version": 2, "files": {}, "ranks": []})).encode(),
-        "lacks its files, its processes or its extra values",
-    ),
     "no checksum": (b'{"format": "ms_gradaccum", "version": 2}', "has another checksum"),
     "bytes": (b"\xff\xfe\x00", "is not valid JSON"),
 }
@@ -279,10 +265,7 @@ def test_a_state_of_other_settings_is_refused(saved):
 
 
 def test_a_step_and_a_loop_do_not_take_each_others_states(saved, tmp_path):
-    network = line()
-    accumulator = Accumulator(
-        nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.02, 0.9)
-    )
+    _, accumulator = own_loop(make_optimizer=momentum)
     with refuses(ValueError, "it lacks the loop"):
         load_state(accumulator, saved)
     save_state(accumulator, tmp_path / "loop")
@@ -307,24 +290,20 @@ def places_in(value, path=()):
 
 @pytest.mark.parametrize("kind", ["step", "loop"])
 def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
-    network = line()
-    if kind == "step":
-        step = new_step()
-        step(X, X)
-    else:
-        step = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3)
+    step = new_step() if kind == "step" else own_loop(3)[1]
+    train = step if kind == "step" else step.backward
+    if kind == "loop":
         step.prepare([(X, X)])
-        step.backward(X, X)
+    train(X, X)
     state = save_state(step, tmp_path).path
     # What the step is at when it is to load the first state; all its numbers are others.
-    (step if kind == "step" else step.backward)(X, X)
+    train(X, X)
     other = save_state(step, tmp_path).path
     good = json.loads((state / files.MANIFEST).read_text())
     places = [place for place in places_in(good) if place]
-    parameters = list(step.parameters_and_names()) if kind == "step" else list(network.parameters_and_names())
 
     def everything():
-        return [item.asnumpy().tobytes() for _, item in parameters], Contents(step).state_dict()
+        return [item.asnumpy().tobytes() for item in step.get_parameters()], Contents(step).state_dict()
 
     @settings(max_examples=share_of(300), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(places), JSON)
@@ -381,11 +360,8 @@ def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
     with pytest.raises(ValueError, match=named):
         load_state(new_step(), state.parent)
     # A training that would go on from it does not begin anew without a word.
-    network = line()
-    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
-    data = NumpySlicesDataset((X.asnumpy(), X.asnumpy())).batch(2)
     with pytest.raises(ValueError, match=named):
-        model.train(1, data, callbacks=[StateCheckpoint(state.parent)], resume=True)
+        toy()[1].train(1, batches(2), callbacks=[StateCheckpoint(state.parent)], resume=True)
     # A folder of another program is no state.
     (state.parent / "another").mkdir()
     (state.parent / "another" / files.MANIFEST).write_text('{"format": "other"}')
@@ -404,25 +380,36 @@ def test_a_manifest_of_another_program_hides_no_state(tmp_path):
     assert load_state(new_step(), tmp_path).path == state
 
 
-def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 1)
-    save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "come before accumulate"):
-        with accumulator.accumulate():
-            save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "loaded between two"):
-        with accumulator.accumulate():
-            accumulator.backward(X, X)
-            load_state(accumulator, tmp_path)
-    accumulator.drop()
-    with accumulator.accumulate():
-        accumulator.backward(X, X)
-        accumulator.clip_grad_norm(1.0)
-        with refuses(RuntimeError, "come before clip_grad_norm"):
-            save_state(accumulator, tmp_path)
-        accumulator.step()
-    assert save_state(accumulator, tmp_path).updates == 1
+@pytest.mark.parametrize("event", ["on_micro_batch_begin", "on_micro_batch_end", "on_update_begin"])
+def test_a_step_is_saved_between_its_batches_alone(event, tmp_path):
+    """Inside a batch the sums have a part of it, or all of a batch that is not counted yet."""
+    step = new_step(2)
+    refused = []
+
+    class Saves:
+        def on_update_end(self, event):
+            save_state(step, tmp_path)
+            assert step.flush() is None
+
+    def save(self, event):
+        for call in (lambda: save_state(step, tmp_path), lambda: load_state(step, tmp_path), step.flush):
+            with refuses(RuntimeError, "come between two batches"):
+                call()
+            refused.append(event.batch)
+
+    setattr(Saves, event, save)
+    step.add_callback(Saves())
+    for _ in range(2):
+        step(X, X)
+    assert 2 in refused
+    assert load_state(new_step(2), tmp_path).updates == 1
+    with refuses(ValueError, "at least one row"):
+        step(X[:0], X[:0])
+    step(X, X)
+    save_state(step, tmp_path)  # In mid-window, and after a batch that has failed.
+    fresh = new_step(2)
+    load_state(fresh, tmp_path)
+    assert held(fresh) == held(step)
 
 
 HOLDER = """
@@ -446,14 +433,11 @@ def another_job_in(folder):
 
 def train_nothing(folder):
     """Let a Model with a StateCheckpoint train, which must not change a weight."""
-    network = line()
-    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
-    data = NumpySlicesDataset((np.ones((4, 1), np.float32), np.ones((4, 1), np.float32)), shuffle=False).batch(2)
-    before = network.weight.asnumpy().tobytes()
+    network, model = toy()
     try:
-        model.train(1, data, callbacks=[StateCheckpoint(folder)])
+        model.train(1, batches(2), callbacks=[StateCheckpoint(folder)])
     finally:
-        assert network.weight.asnumpy().tobytes() == before
+        assert weight_of(network) == 0
 
 
 def test_a_folder_into_which_another_job_saves_is_refused_and_left_as_it_is(tmp_path, monkeypatch):

@@ -3,17 +3,16 @@
 import collections
 import copy
 import json
-import types
 
 import mindspore as ms
 import pytest
-from linear_toy import line, sgd
-from mindspore import Parameter, Tensor, nn
+from linear_toy import line, toy_step
+from loop_toy import own_loop
+from mindspore import Parameter, Tensor
 from mindspore.experimental import optim
 from open_window import window_of
 from refusal import refuses
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
 from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
@@ -21,7 +20,6 @@ from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
-UPDATED, SKIPPED = (types.SimpleNamespace(is_updated=flag) for flag in (True, False))
 
 
 class OwnScale(ms.amp.LossScaleManager):
@@ -38,56 +36,24 @@ class OwnScale(ms.amp.LossScaleManager):
         self.seen.set_data(self.seen + 1.5)
 
 
-def used_events(events):
-    events.batches = 2
-    for output in (UPDATED, SKIPPED, UPDATED):
-        events.micro_batch_end(0, 2)
-        events.update_end(output)
-    events.micro_batch_end(0, 2)
-
-
-def new_scheduler():
+# Those that the trainings of test_state.py do not have.
+def scheduler(updates):
+    """A prepared scheduler after so many updates."""
     optimizer = optim.SGD(line().trainable_params(), lr=0.5)
     parts = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-    scheduler = optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
-    return PreparedScheduler(scheduler, lambda: True)
+    prepared = PreparedScheduler(optim.lr_scheduler.SequentialLR(optimizer, parts, [3]), lambda: True)
+    for _ in range(updates):
+        prepared.is_due = True
+        prepared.step()
+    return prepared
 
 
-def used_scheduler(scheduler):
-    for _ in range(4):
-        scheduler.is_due = True
-        scheduler.step()
-    scheduler.is_due = True
-
-
-def used_scale(loss_scale):
-    loss_scale.adjust(Tensor(False), Tensor(True))
-
-
-def new_window():
-    network = line()
-    step = TrainOneStepCell(
-        GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2),
-        sgd(network),
-        accumulation_steps=3,
-        mixed_precision=OwnScale(),
-    )
-    return window_of(step)
-
-
-# Those that the trainings of test_state.py do not have.
-OBJECTS = {
-    "scheduler": (new_scheduler, used_scheduler),
-    "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
-}
-
-
-def state_of(item):
-    return (item.chooser_state if isinstance(item, NoLossScale) else item).state_dict()
-
-
-def load(item, saved):
-    (item.chooser_state if isinstance(item, NoLossScale) else item).load_state_dict(saved)
+def loss_scale(updates):
+    """The same of a loss scale."""
+    scale = ForeignLossScale(OwnScale())
+    for _ in range(updates):
+        scale.adjust(Tensor(False), Tensor(True))
+    return scale.chooser_state
 
 
 def damaged(saved):
@@ -104,29 +70,20 @@ def damaged(saved):
     yield [[object]]
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
-    build, use = OBJECTS[name]
-    used, fresh = build(), build()
-    use(used)
-    saved = json.loads(json.dumps(state_of(used)))
-    assert state_of(fresh) != saved
-    load(fresh, saved)
-    assert state_of(fresh) == saved == state_of(used)
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_that_refuses_a_state_is_as_it_was(name):
-    build, use = OBJECTS[name]
-    used, item = build(), build()
-    use(used)
-    before, tried = state_of(item), 0
-    for saved in damaged(json.loads(json.dumps(state_of(used)))):
+@pytest.mark.parametrize("build", [scheduler, loss_scale])
+def test_an_object_takes_a_state_or_is_as_it_was(build):
+    item = build(0)
+    saved = json.loads(json.dumps(build(3).state_dict()))
+    before, tried = item.state_dict(), 0
+    assert before != saved
+    for broken in damaged(saved):
         tried += 1
         with pytest.raises(DamagedState):
-            load(item, saved)
-        assert state_of(item) == before
+            item.load_state_dict(broken)
+        assert item.state_dict() == before
     assert tried > 4
+    item.load_state_dict(saved)
+    assert item.state_dict() == saved
 
 
 @pytest.mark.parametrize("count", [True, -1, 1.5, 2**62, "1", None])
@@ -138,15 +95,14 @@ def test_a_count_is_a_whole_number(count):
 
 @pytest.mark.parametrize("updates", [2**62, True, "1"])
 def test_the_updates_of_a_loop_are_a_whole_number(updates):
-    network = line()
-    loop = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network)).driver
+    loop = own_loop()[1].driver
     saved = loop.state_dict()
     with refuses(DamagedState, "how many batches and updates its loop"):
         loop.load_state_dict({**saved, "counter": {**saved["counter"], "updates": updates}})
 
 
 def test_more_batches_than_a_buffer_counts_are_refused():
-    window = new_window()
+    window = window_of(toy_step(2, accumulation_steps=3, mixed_precision=OwnScale())[1])
     with refuses(DamagedState, "how many batches and overflows"):
         window.load_state_dict({**window.state_dict(), "batches": 2**31})
 
@@ -156,14 +112,6 @@ def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
     scale.load_state_dict(scale.state_dict())
     with refuses(DamagedState, "optimizer or setting"):
         scale.load_state_dict(ForeignLossScale(OwnScale()).chooser_state.state_dict())
-
-
-def test_parameters_inside_an_object_are_changed_in_place():
-    chooser = OwnScale()
-    held = chooser.seen
-    PlainState(chooser).load_state_dict({"scales": [2.0], "name": "other", "seen": 7.0})
-    assert chooser.seen is held and float(held.asnumpy()) == 7.0
-    assert (chooser.scales, chooser.name) == ([2.0], "other")
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -197,7 +145,7 @@ def test_numbers_in_a_list_of_parameters_come_back():
 
 def test_a_failure_of_any_kind_leaves_everything():
     events = Events("it")
-    used_events(events)
+    events.batches = 2
     before = events.state_dict()
     with pytest.raises(KeyboardInterrupt), all_or_nothing(events):
         events.load_state_dict(Events("it").state_dict())

@@ -240,18 +240,6 @@ def test_an_open_window_is_saved_and_resumed(tmp_path):
 
 
 @pytest.mark.usefixtures("eager")
-def test_an_inf_in_one_micro_batch_skips_the_window():
-    step = new_step(accumulation_steps=1)
-    before = parameters_of(step)
-    x, *rest = batch(0, 11)
-    x[4, 2] = np.inf
-    output = step(*map(Tensor, (x, *rest)))
-    assert number(output.overflow) and not number(output.updated)
-    assert not changed(before, parameters_of(step)) & {each.name for each in step.trainable_params()}
-    assert number(run(step, [11])[0].updated)
-
-
-@pytest.mark.usefixtures("eager")
 def test_a_frozen_network_trains_its_loss_alone():
     cell = build()
     optimizer = nn.SGD([cell.loss_fn.temperature], LEARNING_RATE)
@@ -378,6 +366,7 @@ def test_what_is_no_number_in_both_passes_skips_the_window():
     rows[3] = np.nan
     output = step(Tensor(rows))
     assert number(output.overflow) and not number(output.updated)
+    assert number(step(Tensor(batch(0, 16)[0])).updated)
 
 
 class Returning(nn.Cell):

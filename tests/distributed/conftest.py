@@ -48,8 +48,7 @@ def job_of_two(root, request):
 @pytest.fixture(scope="session")
 def job_of_four(job_of_two, root, request):
     assert request.config.option.markexpr != FIRST_TIER, "the test is not marked as one of the second tier"
-    checkpoint = job_of_two[1].get("parallel_worker", {}).get("checkpoint", "")
-    return run_parts(request, 4, root, {"CHECKPOINT": checkpoint})
+    return run_parts(request, 4, root, {})
 
 
 @pytest.fixture(scope="module")

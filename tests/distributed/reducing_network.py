@@ -7,11 +7,6 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.communication import get_group_size, get_rank
 from scenarios import build_network
 
-# What is trained on so many processes: the level, 0 for whole parameters, and the batches of a window.
-TRAININGS = {2: [(0, 3), (1, 1), (1, 2), (1, 4), (2, 3), (3, 3)], 4: [(0, 1), (1, 2), (2, 3), (3, 2)]}
-WRONG = {2: (0, 1, 2, 3), 4: (0, 2)}
-RESUMED = {2: [(0, False), (1, False), (2, False), (2, True), (3, False)], 4: [(2, False)]}
-
 
 class Scheduler:
     """The scheduler of the cell: it counts the messages of the hooks in `sent`.

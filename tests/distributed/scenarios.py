@@ -3,6 +3,7 @@
 import functools
 import hashlib
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
@@ -129,6 +130,44 @@ def stock_weights(optimizer, batches):
         for arrays in batches:
             step(*map(Tensor, arrays))
     return weights_of(network)
+
+
+def stock_clipped(optimizer, batches, clip):
+    """Train by MindSpore's own optimizer with gradients that ``clip`` scales in NumPy; return the weights and reports.
+
+    ``clip`` takes the gradients by name and their norm. A report is the loss, and the norm before and after.
+    """
+    network = build_network()
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    names = [weight.name for weight in network.trainable_params()]
+    grad_fn = ms.value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, optimizer.parameters)
+    reports = []
+    with eagerly():
+        for arrays in batches:
+            loss, grads = grad_fn(*map(Tensor, arrays))
+            grads = {name: grad.asnumpy() for name, grad in zip(names, grads)}
+            norm = norm_of(grads.values())
+            grads = clip(grads, norm)
+            reports.append([float(loss.asnumpy()), norm, norm_of(grads.values())])
+            optimizer(tuple(Tensor(grad.astype(np.float32)) for grad in grads.values()))
+    return weights_of(network), reports
+
+
+def norm_of(grads):
+    return float(np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in grads)))
+
+
+def scaled_by(factor_of):
+    """A clip by one factor that depends on the norm."""
+    return lambda grads, norm: {name: grad * factor_of(norm) for name, grad in grads.items()}
+
+
+def entries_up_to(limit):
+    return lambda grads, norm: {name: np.clip(grad, -limit, limit) for name, grad in grads.items()}
+
+
+# The clips of CLIPS in NumPy.
+BY_HAND = {"norm": scaled_by(lambda norm: min(1.0, 0.5 / norm)), "value": entries_up_to(0.05)}
 
 
 def joined(*batches):

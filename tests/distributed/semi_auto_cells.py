@@ -41,17 +41,27 @@ class Variant:
     shard_size: int = -1
     no_init: bool = False
     lazy: bool = False
+    recompute: bool = False
+    # Operators that are sharded: the rows over dp, the columns of the first layer and rows of the second over mp.
+    dp: int = 0
+    mp: int = 1
 
 
 class Network(nn.Cell):
     """Four parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, dp: int = 0, mp: int = 1) -> None:
         super().__init__()
         rng = np.random.RandomState(0)
         self.first = nn.Dense(8, 16, weight_init=_random(rng, 16, 8), bias_init=_random(rng, 16))
         self.second = nn.Dense(16, 4, weight_init=_random(rng, 4, 16), bias_init=_random(rng, 4))
-        self.relu = nn.ReLU()
+        self.relu = ops.ReLU()
+        if dp:
+            self.relu.shard(((dp, mp),))
+            self.first.matmul.shard(((dp, 1), (mp, 1)))
+            self.first.bias_add.shard(((dp, mp), (mp,)))
+            self.second.matmul.shard(((dp, mp), (1, mp)))
+            self.second.bias_add.shard(((dp, 1), (1,)))
 
     def construct(self, x):
         return self.second(self.relu(self.first(x)))
@@ -61,8 +71,8 @@ class LazyNetwork(Network):
     """The same, compiled once for all micro batches."""
 
     @lazy_inline
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dp: int = 0, mp: int = 1) -> None:
+        super().__init__(dp, mp)
 
 
 class ConstantNetwork(nn.Cell):
@@ -142,7 +152,9 @@ def network_of(variant: Variant) -> nn.Cell:
     if variant.no_init:
         with no_init_parameters():
             return ConstantNetwork()
-    network = LazyNetwork() if variant.lazy else Network()
+    network = (LazyNetwork if variant.lazy else Network)(variant.dp, variant.mp)
+    if variant.recompute:
+        network.first.recompute()
     if variant.half:
         network.second.to_float(ms.float16)
     return network
@@ -161,7 +173,7 @@ def optimizer_of(variant: Variant, network: nn.Cell) -> nn.Cell:
 def settings_of(variant: Variant, network: nn.Cell) -> AutoParallel:
     """Return ``network`` in the AutoParallel of this variant."""
     parallel = AutoParallel(network)
-    parallel.dataset_strategy(variant.strategy)
+    parallel.dataset_strategy(((variant.dp, 1),) * 2 if variant.dp else variant.strategy)
     if variant.level is not None:
         parallel.hsdp(shard_size=variant.shard_size, threshold=0, optimizer_level=variant.level)
     return parallel

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from mindspore import Tensor, amp, nn
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
@@ -25,31 +26,62 @@ class _Outer(nn.Cell):
         return self.step(x, y)
 
 
+class _Given(NamedTuple):
+    """A batch, and a step inside an AutoParallel, built while there is no GPU: data parallel communicates then."""
+
+    batch: tuple[Tensor, Tensor]
+    inside: TrainOneStepCell
+    around: AutoParallel
+
+
+# Settings that cannot work, and the words that say so.
+REFUSED: dict[str, tuple[Callable[[_Given], Any], str]] = {
+    "pipeline": (
+        lambda given: _step(lambda cell: cell.pipeline(2)),
+        "in one pipeline stage, but got 2 pipeline stages",
+    ),
+    "gradients_mean": (lambda given: _step(lambda cell: cell.enable_gradients_mean()), "without gradients_mean"),
+    "loss_repeated_mean": (
+        lambda given: _step(lambda cell: cell.disable_loss_repeated_mean()),
+        "with loss_repeated_mean",
+    ),
+    "accumulation_steps": (lambda given: _step(accumulation_steps=2), "1 in semi-auto-parallel, but got 2"),
+    "parallel": (lambda given: _step(parallel=DataParallel()), "'auto' in semi-auto-parallel, but got DataParallel("),
+    "clip": (lambda given: _step(clip=ClipByGroupNorm({"*": 1.0})), "one limit for all parameters"),
+    "reduce_dtype": (
+        lambda given: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16")),
+        "one with float32 messages in semi-auto-parallel, but got reduce_dtype=Float16",
+    ),
+    "bad_micro_batch": (lambda given: _step(bad_micro_batch="drop"), "'skip_window' in semi-auto-parallel"),
+    "rule in Python": (
+        lambda given: partition(_step(mixed_precision=_MANAGER), *given.batch),
+        "must be compilable, but got a DynamicLossScaleManager",
+    ),
+    "part": (lambda given: _step(part=True), "but got 2 parameters without it, first 'first.weight'"),
+    "rows": (
+        lambda given: partition(_step(variant=Variant(7)), *given.batch),
+        "must divide the 64 rows of the batch of all devices",
+    ),
+    "cast first": (
+        lambda given: partition(_step(mixed_precision="fp16_apex"), *given.batch),
+        "in semi-auto-parallel, but got a cast to 16 bits",
+    ),
+    "late": (lambda given: partition(_changed(_step()), *given.batch), "without gradients_mean"),
+    "larger graph": (lambda given: partition(_Outer(_step()), *given.batch), "compiled as the outermost cell"),
+    "around": (
+        lambda given: _in_context(given.around, lambda: partition(given.inside, *given.batch)),
+        "AutoParallel around it all",
+    ),
+    "Model around": (lambda given: Model(given.around), "AutoParallel around a TrainOneStepCell"),
+}
+
+
 def refusals(batch: tuple[Tensor, Tensor], rank: int, size: int) -> dict[str, str]:
-    """Return what is said about each setting that cannot work. Compiling needs no other rank: each takes its share."""
-    # Built while there is no GPU: data parallel communicates then.
+    """Return the sentence about each setting that cannot work. Compiling needs no other rank: each takes its share."""
     inside = TrainOneStepCell(loss_cell_of(_PLAIN, network := Network()), optimizer_of(_PLAIN, network))
-    around = AutoParallel(inside)
-    attempts = {
-        "pipeline": lambda: _step(lambda cell: cell.pipeline(2)),
-        "gradients_mean": lambda: _step(lambda cell: cell.enable_gradients_mean()),
-        "loss_repeated_mean": lambda: _step(lambda cell: cell.disable_loss_repeated_mean()),
-        "accumulation_steps": lambda: _step(accumulation_steps=2),
-        "parallel": lambda: _step(parallel=DataParallel()),
-        "clip": lambda: _step(clip=ClipByGroupNorm({"*": 1.0})),
-        "reduce_dtype": lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16")),
-        "bad_micro_batch": lambda: _step(bad_micro_batch="drop"),
-        "rule in Python": lambda: partition(_step(mixed_precision=_MANAGER), *batch),
-        "part": lambda: _step(part=True),
-        "rows": lambda: partition(_step(variant=Variant(7)), *batch),
-        "cast first": lambda: partition(_step(mixed_precision="fp16_apex"), *batch),
-        "late": lambda: partition(_changed(_step()), *batch),
-        "larger graph": lambda: partition(_Outer(_step()), *batch),
-        "around": lambda: _in_context(around, lambda: partition(inside, *batch)),
-        "Model around": lambda: Model(around),
-    }
+    given = _Given(batch, inside, AutoParallel(inside))
     with gpu_target():
-        return {name: said(attempts[name]) for name in list(attempts)[rank::size]}
+        return {name: said(partial(REFUSED[name][0], given)) for name in list(REFUSED)[rank::size]}
 
 
 def _step(

@@ -3,17 +3,35 @@
 import functools
 
 import numpy as np
-import pytest
-from mindspore import nn
-from whole_batch_losses import LOSSES, OrdinaryLoss, WholeBatches, batch, flat, parts_of, train, values_of
+from mindspore import Tensor, nn
+from quick_mindspore import compiling, eagerly
+from ranks import RANK, SIZE, assert_same, on_ranks
+from refusal import refuses
+from whole_batch_losses import (
+    LOSSES,
+    OrdinaryLoss,
+    WholeBatches,
+    batch,
+    bounds_of,
+    flat,
+    parts_of,
+    train,
+    values_of,
+)
 
-PART, SIZES = "grad_cache_worker", (2, 4)
-KINDS = ["data parallel", "each batch", "level1", "level2"]
+from ms_gradaccum import HSDP, ContrastiveLoss, DataParallel, GradAccumulation, GradCacheLoss, TrainOneStepCell
+from ms_gradaccum.parallel.world import gather_rows
+
+PART, SIZES = "test_grad_cache_of_ranks", (2, 4)
+KINDS = {
+    "each batch": DataParallel(sync_each_batch=True),
+    "level1": HSDP(shard_size=2, threshold=0),
+    "level2": HSDP(threshold=0, optimizer_level="level2"),
+}
 
 
-@pytest.fixture(scope="module", params=["two", "four"], ids=["2_ranks", "4_ranks"])
-def reports(request):
-    return request.getfixturevalue(request.param)
+def rows_of(name, number):
+    return batch(name, number, 18 + number % 2)
 
 
 @functools.cache
@@ -22,53 +40,76 @@ def whole(name):
     cell = OrdinaryLoss(*parts_of(name))
     start = flat(values_of(cell.trainable_params()))
     step = WholeBatches(cell, nn.Momentum(cell.trainable_params(), 0.05, 0.9))
-    losses = train(step, [batch(name, number, 18 + number % 2) for number in range(3)])
+    losses = train(step, [rows_of(name, number) for number in range(3)])
     return start, flat(values_of(cell.trainable_params())), losses
 
 
-def check(reports, key, name):
+def train_ranks(name, kind=None, cell_kind=GradCacheLoss, loss=None, **settings):
+    """Three windows; in the last one the last rank has run out of data. Return the weights and the outputs."""
+    cell = cell_kind(*parts_of(name, loss))
+    optimizer = nn.Momentum(cell.trainable_params(), 0.05, 0.9)
+    step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=kind or DataParallel(), **settings)
+    outputs = []
+    for number in range(3):
+        begin, end = bounds_of(number, SIZE)[RANK]
+        rows = [Tensor(array[begin:end]) for array in rows_of(name, number)]
+        outputs.append(step(*rows) if end > begin else step.join())
+    numbers = [[float(each.loss.asnumpy()), float(each.weight.asnumpy())] for each in outputs]
+    return flat(values_of(cell.trainable_params())), numbers
+
+
+def check(name, *args, **settings):
+    weights, numbers = train_ranks(name, *args, **settings)
     _, expected, losses = whole(name)
-    for report in reports:
-        found = np.array(report[key]["weights"])
-        assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
-        np.testing.assert_allclose(report[key]["outputs"], list(zip(losses, (18, 19, 18))), rtol=1e-6)
-        assert report[key]["weights"] == reports[0][key]["weights"]
+    assert_same(weights.tolist())
+    assert np.linalg.norm(weights - expected) < 1e-6 * np.linalg.norm(expected)
+    np.testing.assert_allclose(numbers, list(zip(losses, (18, 19, 18))), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", LOSSES)
-def test_ranks_train_like_one_process_on_all_rows(name, reports):
-    check(reports, name, name)
+@on_ranks(2, 4, cases=LOSSES.keys())
+def test_ranks_train_like_one_process_on_all_rows(name):
+    check(name)
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", LOSSES)
-def test_without_the_rows_of_the_others_they_would_train_something_else(name, two):
+@on_ranks(2, cases=LOSSES.keys())
+def test_without_the_rows_of_the_others_they_would_train_something_else(name):
     start, expected, _ = whole(name)
-    plain = np.array(two[0][f"{name} plain"]["weights"])
+    plain, _ = train_ranks(name, cell_kind=OrdinaryLoss, check_loss=False)
     assert np.linalg.norm(plain - expected) > 0.1 * np.linalg.norm(expected - start)
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", [*KINDS, "blocks"])
-def test_all_kinds_of_parallelism_do(kind, reports):
-    check(reports, kind, "clip")
+@on_ranks(2, 4, cases=KINDS)
+def test_all_kinds_of_parallelism_do(kind):
+    check("clip", kind)
 
 
-@pytest.mark.usefixtures("eager")
-def test_compiled_networks_do(reports):
-    if len(reports) == 2:
-        check(reports, "compiled", "clip")
+@on_ranks(2, 4)
+def test_in_blocks_they_do():
+    check("clip", loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
 
 
-def test_rows_are_gathered_in_the_order_of_the_ranks_bit_for_bit(reports):
-    counts = [2 + rank for rank in range(len(reports))]
-    bools = [i % 2 == 0 for count in counts for i in range(count)]
-    ints = [[-(2**40) - rank] * 2 for rank, count in enumerate(counts) for _ in range(count)]
-    for rank, report in enumerate(reports):
-        assert report["gathered"] == [sum(counts[:rank]), sum(counts), bools, ints, True]
+@on_ranks(2, compiled=True)
+def test_compiled_networks_do():
+    with eagerly():
+        whole("clip")
+    with compiling("the network", "the loss"):
+        check("clip", compile=True)
 
 
-def test_rows_of_different_lengths_are_refused_on_all_ranks(reports):
-    widths = ", ".join(str(4 * (3 + rank)) for rank in range(len(reports)))
-    assert all("number of bytes" in report["widths"] and f"got {widths}. " in report["widths"] for report in reports)
+@on_ranks(2, 4)
+def test_rows_are_gathered_in_the_order_of_the_ranks_bit_for_bit():
+    """Any dtype arrives."""
+    arrays = [np.arange(2 + RANK) % 2 == 0, np.full((2 + RANK, 2), -(2**40) - RANK), np.full(2 + RANK, np.nan)]
+    begin, rows, (bools, ints, nans) = gather_rows(arrays)
+    counts = [2 + rank for rank in range(SIZE)]
+    assert (begin, rows) == (sum(counts[:RANK]), sum(counts))
+    assert bools.tolist() == [i % 2 == 0 for count in counts for i in range(count)]
+    assert ints.tolist() == [[-(2**40) - rank] * 2 for rank, count in enumerate(counts) for _ in range(count)]
+    assert np.isnan(nans).all()
+
+
+@on_ranks(2, 4)
+def test_rows_of_different_lengths_are_refused_on_all_ranks():
+    widths = ", ".join(str(4 * (3 + rank)) for rank in range(SIZE))
+    with refuses(ValueError, "number of bytes", f"got {widths}. "):
+        gather_rows([np.zeros((2, 3 + RANK), np.float32)])

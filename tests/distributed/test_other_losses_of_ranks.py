@@ -1,13 +1,45 @@
 """The further losses of several processes: means over the rows of all of them, with the messages that there are."""
 
 import numpy as np
-import pytest
-from mindspore import Tensor
+from described_messages import sizes_sent
+from mindspore import Tensor, nn, ops
+from open_window import reducer_of
+from ranks import RANK, on_ranks, own_share
 from scenarios import KINDS, ONE_SHAPE, batch, build_network, share
 
-PART, SIZES = "other_losses_worker", (2,)
-# The batch of rank 0 after rank 1 has run out of data.
+from ms_gradaccum import GradAccumulation, MixedPrecision, TrainOneStepCell
+
+PART, SIZES = "test_other_losses_of_ranks", (2,)
+WAYS = {name: {"parallel": kind} for name, kind in KINDS.items()}
+WAYS["16-bit messages"] = {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")}
+# The batch of rank 0 after rank 1 has run out of data: as many rows as before, so that nothing is compiled anew.
 LAST = [array[:9] for array in batch(1)]
+
+
+class Losses(nn.Cell):
+    """The squared error, its root's mean, and the mean of the labels' squares; or the first alone."""
+
+    def __init__(self, is_one):
+        super().__init__(auto_prefix=False)
+        self.network, self.is_one = build_network(), is_one
+
+    def construct(self, x, y):
+        error = self.network(x) - y
+        if self.is_one:
+            return ops.square(error).mean()
+        return ops.square(error).mean(), ops.abs(error).mean(), ops.square(y).mean()
+
+
+def train(losses, counts=False, **settings):
+    """A window of two batches. Return the further losses of both reports, and the messages."""
+    network = Losses(is_one=losses is None)
+    cell = GradAccumulation(network, 3, losses=losses)
+    step = TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), accumulation_steps=2, **settings)
+    sent = sizes_sent(reducer_of(step)) if counts else []
+    inside = step(*own_share(0, ONE_SHAPE))
+    output = step.join() if RANK else step(*map(Tensor, LAST))
+    found = [[float(loss.asnumpy()) for loss in each.other_losses] for each in (inside, output)]
+    return *found, sent
 
 
 def means(*parts):
@@ -17,24 +49,35 @@ def means(*parts):
     return [np.abs(error).mean(), np.square(y.astype(np.float64)).mean()]
 
 
-@pytest.mark.parametrize("name", [*KINDS, "16-bit messages"])
-def test_they_are_means_over_the_rows_of_all_ranks(name, two, eager):
+def check(inside, end):
     expected = means(batch(0), LAST)
-    for rank, report in enumerate(two):
-        np.testing.assert_allclose(report[name]["end"], expected, rtol=1e-5)
-        # Inside the window each rank knows its own rows.
-        np.testing.assert_allclose(report[name]["inside"], means(share(batch(0), rank, 2, ONE_SHAPE)), rtol=1e-5)
-    # The known wrong answers: those of one rank, and the mean of those of the ranks.
+    np.testing.assert_allclose(end, expected, rtol=1e-5)
+    # Inside the window each rank knows its own rows.
     own = [share(batch(0), rank, 2, ONE_SHAPE) for rank in (0, 1)]
+    np.testing.assert_allclose(inside, means(own[RANK]), rtol=1e-5)
+    # The known wrong answers: those of one rank, and the mean of those of the ranks.
     ranks = [means(own[0], LAST), means(own[1])]
     assert not np.allclose(ranks[0], expected, rtol=1e-3) and not np.allclose(np.mean(ranks, 0), expected, rtol=1e-3)
 
 
-def test_they_travel_with_the_loss_and_take_no_message_of_their_own(two):
-    for report in two:
-        # A sum and a weight for each of 64, or for each name.
-        for name, numbers in (("first", 128), ("names", 4)):
-            with_them, without = report[f"messages {name}"], report["messages none"]
-            assert len(with_them) == len(without)
-            assert np.subtract(with_them, without).tolist().count(numbers) == 1
-            assert sum(with_them) - sum(without) == numbers
+@on_ranks(2, cases=WAYS.keys())
+def test_they_are_means_over_the_rows_of_all_ranks(name):
+    inside, end, _ = train("first", **WAYS[name])
+    check(inside, end)
+
+
+@on_ranks(2, compiled=True)
+def test_compiled_they_are():
+    inside, end, _ = train("first", compile=True, check_loss=False, **WAYS["level2"])
+    check(inside, end)
+
+
+@on_ranks(2)
+def test_they_travel_with_the_loss_and_take_no_message_of_their_own():
+    *_, without = train(None, True)
+    # A sum and a weight for each of 64, or for each name.
+    for losses, numbers in (("first", 128), (("size", "label"), 4)):
+        *_, with_them = train(losses, True)
+        assert len(with_them) == len(without)
+        assert np.subtract(with_them, without).tolist().count(numbers) == 1
+        assert sum(with_them) - sum(without) == numbers

@@ -1,14 +1,30 @@
-"""Several processes against one: weights, agreement, messages, memory."""
+"""Several processes against one: weights, agreement, messages, memory, checkpoints."""
 
+import copy
 import functools
+from contextlib import nullcontext
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
-import pytest
-from open_window import buffer_of
+from described_messages import bytes_of_sums, described
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.communication import get_group_size
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.graph.api import _cell_graph_executor
+from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
+from mindspore.train.callback import _InternalCallbackParam
+from open_window import buffer_of, reducer_of, window_of
+from quick_mindspore import compiling, eagerly
+from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, own_share, states, told
+from refusal import refuses
 from scenarios import (
+    BY_HAND,
+    CLIPS,
     NO_SPIKE,
+    ONE_SHAPE,
     OPTIMIZERS,
+    SPIKE,
     STEPS,
     Halved,
     batch,
@@ -16,6 +32,8 @@ from scenarios import (
     build_step,
     fingerprint,
     joined,
+    scaled_by,
+    stock_clipped,
     stock_weights,
     train,
     train_batches,
@@ -25,283 +43,439 @@ from scenarios import (
     weights_of,
     whole_batches,
 )
+from step_probe import operators
 
-from ms_gradaccum import TrainingPlan
+from ms_gradaccum import (
+    HSDP,
+    ClipByGroupNorm,
+    ClipByValue,
+    DataParallel,
+    GradAccumulation,
+    MixedPrecision,
+    Model,
+    NormSpike,
+    TrainingPlan,
+    TrainOneStepCell,
+)
+from ms_gradaccum.parallel import world
 
-PART, SIZES = "parallel_worker", (2, 4)
-KINDS = [
-    "data parallel",
-    "data parallel, each batch",
-    "all shards",
-    "two shards",
-    "all shards, level2",
-    "two shards, level2",
-]
-
-
+PART, SIZES = "test_parallel", (2, 4)
+KINDS = {
+    "data parallel": DataParallel(),
+    "data parallel, each batch": DataParallel(sync_each_batch=True),
+    "all shards": HSDP(threshold=0),
+    "two shards": HSDP(2, 0),
+    "all shards, level2": HSDP(-1, 0, "level2"),
+    "two shards, level2": HSDP(2, 0, "level2"),
+}
+# Those that differ most.
+THREE = ["data parallel", "all shards", "all shards, level2"]
 # One update per batch, and two batches per update.
 EACH, PAIRS = tuple((number,) for number in range(STEPS)), ((0, 1), (2, 3))
 
 
+def close(found, expected, rtol=2e-5, atol=2e-6):
+    np.testing.assert_allclose(found, expected, rtol, atol)
+
+
 @functools.cache
 def one_process(clip):
-    return train("Adam", clip)
+    return stock_clipped("Adam", [batch(number) for number in range(STEPS)], BY_HAND[clip])
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(name, two):
+def check_like_one_process(network, output, clip):
+    """The weights, equal on all ranks to the bit, the loss and the norms."""
+    assert_same(fingerprint(network))
+    expected, reports = one_process(clip)
+    loss, norm, clipped = reports[-1]
+    assert clipped < norm  # Something is clipped.
+    for found, wanted in ((output.loss, loss), (output.grad_norm, norm), (output.clipped_grad_norm, clipped)):
+        np.testing.assert_allclose(found.asnumpy(), wanted, rtol=1e-5)
+    close(weights_of(network), expected)
+
+
+def state_size(optimizer):
+    return sum(parameter.size for parameter in optimizer.get_parameters())
+
+
+@on_ranks(2, cases=KINDS)
+def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kind):
+    network, _, _ = train("Adam", "none", RANK, SIZE, parallel=kind)
+    assert_same(fingerprint(network))
     expected = whole_batches("Adam", EACH)
-    assert not np.allclose(expected, weights_of(build_network()))  # otherwise the test proves nothing
-    np.testing.assert_allclose(two[0][f"{name}, none"]["weights"], expected, rtol=2e-5, atol=2e-6)
+    assert not np.allclose(expected, weights_of(build_network()))  # Otherwise the test proves nothing.
+    close(weights_of(network), expected)
 
 
-@pytest.mark.parametrize(
-    "processes,name,clip",
-    [
-        *[("two", name, "value") for name in ("data parallel", "all shards", "two shards, level2")],
-        *[(processes, name, "norm") for processes in ("two", "four") for name in KINDS],
-        ("two", "nothing above the threshold", "norm"),
-    ],
-)
-def test_clipping_sees_the_whole_gradient(processes, name, clip, request):
-    reports = request.getfixturevalue(processes)
-    network, _, output = one_process(clip)
-    got = reports[0][f"{name}, {clip}"]
-    norms = [float(output.grad_norm.asnumpy()), float(output.clipped_grad_norm.asnumpy())]
-    assert norms[1] < norms[0]  # something is clipped
-    np.testing.assert_allclose(got["norms"], norms, rtol=1e-5)
-    np.testing.assert_allclose(got["loss"], output.loss.asnumpy(), rtol=1e-5)
-    np.testing.assert_allclose(got["weights"], weights_of(network), rtol=2e-5, atol=2e-6)
+@on_ranks(2, cases=["data parallel", "all shards", "two shards, level2"])
+def test_each_entry_is_clipped_by_itself(name):
+    """As whole gradients, as shards of them, and in each batch."""
+    network, _, output = train("Adam", "value", RANK, SIZE, parallel=KINDS[name])
+    check_like_one_process(network, output, "value")
 
 
-@pytest.mark.parametrize("processes", ["two", "four"])
-def test_all_processes_have_the_same_bits_after_the_updates(processes, request):
-    reports = request.getfixturevalue(processes)
-    trained = [name for name, value in reports[0].items() if isinstance(value, dict) and "fingerprint" in value]
-    assert len(trained) >= len(KINDS)
-    for name in trained:
-        assert len({report[name]["fingerprint"] for report in reports}) == 1, name
+# These are compiled, and the collectives in their graphs are counted.
+COMPILED = {2: ["data parallel", "all shards"], 4: ["two shards, level2"]}
+COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
 
 
-def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
-    first, second = [report["inside"] for report in two]
-    assert not first["moved"] and not second["moved"]
-    assert not np.allclose(first["sums"], second["sums"])
-    assert two[0]["at the boundary"] == two[1]["at the boundary"]
-    # Each rank's sums inside are of its own rows: together, those of all rows in one process.
-    _, step = build_step(accumulation_steps=2)
-    train_batches(step, [0])
-    whole = np.concatenate([total.asnumpy().ravel() for total in buffer_of(step).sums])
-    np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
+@on_ranks(2, 4, cases=[*KINDS, "nothing above the threshold"], compiled=True)
+def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_describes(name):
+    kind = KINDS.get(name, HSDP())
+    if name not in COMPILED[SIZE]:
+        with eagerly():
+            network, optimizer, output = train("Adam", "norm", RANK, SIZE, parallel=kind)
+    else:
+        cells, compile_cell = [], _cell_graph_executor.compile
+
+        def note(cell, *inputs, **settings):
+            cells.append(cell)
+            return compile_cell(cell, *inputs, **settings)
+
+        network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[SIZE][-1])
+        optimizer = step.optimizer
+        with mock.patch.object(_cell_graph_executor, "compile", note):
+            output = train_batches(step, range(STEPS), RANK, SIZE, ONE_SHAPE)
+        traffic = described(reducer_of(step).layout)
+        expected = sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update)
+        assert collectives_in(cells) == expected != []
+    check_like_one_process(network, output, "norm")
+    if isinstance(kind, HSDP) and kind.threshold == 0:
+        check_state_size(optimizer, kind.shard_size if kind.shard_size > 0 else SIZE)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_sharded_optimizer_updates_like_a_whole_one(optimizer, two):
-    np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer, EACH), rtol=2e-5, atol=2e-6)
-
-
-def test_pynative_mode_trains_the_same_weights(two):
-    weights = two[0]["PYNATIVE two shards"]["weights"]
-    np.testing.assert_allclose(weights, two[0]["two shards, norm"]["weights"], rtol=2e-5, atol=2e-6)
-
-
-def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named(two):
-    # With parameter_broadcast=True each graph that MindSpore compiles would get the sums and shards of rank 0.
-    for report in two:
-        for mean in (True, False):
-            got = report[f"parameter_broadcast, mean {mean}"]["weights"]
-            np.testing.assert_allclose(got, weights_of(one_process("norm")[0]), rtol=2e-5, atol=2e-6)
-        (said,) = report["warned of a sum"]
-        assert "gradients_mean=True uses 2 times that" in said
-
-
-def test_optimizer_state_is_divided_by_the_shard_size(four):
+def check_state_size(optimizer, shards):
+    """The weights and two moments are divided by the shard size."""
     network = build_network()
     sizes = [weight.size for weight in network.trainable_params()]
-    small = sizes[-2] + sizes[-1]  # 3 rows cannot be divided
-    rest = four[0]["data parallel, norm"]["state"] - 3 * sum(sizes)  # global_step and the like
-    for name, shards in (("two shards", 2), ("all shards", 4), ("all shards, level2", 4)):
-        expected = 3 * ((sum(sizes) - small) // shards + small) + rest  # weight and two moments
-        assert four[0][f"{name}, norm"]["state"] == expected
+    small = sizes[-2] + sizes[-1]  # Three rows cannot be divided.
+    rest = state_size(nn.Adam(network.trainable_params())) - 3 * sum(sizes)  # The count of updates and the like.
+    assert state_size(optimizer) == 3 * ((sum(sizes) - small) // shards + small) + rest
 
 
-@pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
-@pytest.mark.parametrize("limit", ["NormSpike", "float"])
-def test_all_processes_leave_out_the_same_window(name, limit, two):
+def collectives_in(cells):
+    """The collective operators of a micro batch and of an update: of each kind of graph once, whatever its shapes.
+
+    Some ranks have no micro batch left and take part by `add_nothing`; a `_Collective` asks how many they are.
+    """
+    graphs = {}
+    for cell in cells:
+        adds_nothing = getattr(getattr(cell, "method", None), "__name__", "") == "add_nothing"
+        if not adds_nothing and type(cell).__name__ != "_Collective":
+            found = sorted(each for each in operators(cell, cell.current_phase) if each in COLLECTIVES)
+            graphs[type(cell).__name__, tuple(found)] = found
+    return sorted(sum(graphs.values(), []))
+
+
+@on_ranks(2, compiled=True)
+def test_pynative_mode_trains_the_same_weights():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network, _, output = train("Adam", "norm", RANK, SIZE, parallel=KINDS["two shards"])
+    check_like_one_process(network, output, "norm")
+
+
+@on_ranks(2, compiled=True)
+def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named():
+    # With parameter_broadcast=True each graph that MindSpore compiles would get the sums and shards of rank 0.
+    with told("gradients_mean=True uses 2 times that") as said:
+        for mean in (True, False):
+            ms.set_auto_parallel_context(parallel_mode="data_parallel", parameter_broadcast=True, gradients_mean=mean)
+            try:
+                # The graphs of one of them are enough.
+                with eagerly() if mean else nullcontext():
+                    network, _, output = train("Adam", "norm", RANK, SIZE, parallel=HSDP(2, 0))
+            finally:
+                ms.reset_auto_parallel_context()
+            check_like_one_process(network, output, "norm")
+    assert len(said) == 1
+
+
+@on_ranks(2, cases=OPTIMIZERS.keys())
+def test_sharded_optimizer_updates_like_a_whole_one(optimizer):
+    network, _, _ = train(optimizer, "none", RANK, SIZE, parallel=HSDP(2, 0))
+    assert_same(fingerprint(network))
+    close(weights_of(network), whole_batches(optimizer, EACH))
+
+
+@on_ranks(2)
+def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary():
+    """As Accelerate's and Colossal-AI's tests look inside a window."""
+    network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
+    start = fingerprint(network)
+    step(*own_share(0))
+    first, second = everyone(np.concatenate([total.asnumpy().ravel() for total in buffer_of(step).sums]).tolist())
+    assert fingerprint(network) == start
+    # What the end of the window does first.
+    window_of(step).reduce()
+    assert_same(fingerprint(buffer_of(step).sums))
+    step.drop()
+    assert not np.allclose(first, second)
+    # The mean is over all rows; each rank's sums inside are of its own rows.
+    whole_network = build_network()
+    forward = nn.WithLossCell(whole_network, nn.MSELoss())
+    grads = ops.grad(forward, None, whole_network.trainable_params())(*map(Tensor, batch(0)))
+    whole = 12 * np.concatenate([grad.asnumpy().ravel() for grad in grads])
+    close(np.add(first, second), whole, 1e-4, 1e-5)
+
+
+@on_ranks(2, cases=[(name, limit) for name in THREE for limit in (NormSpike(std=3.0, windows=4), 50.0)])
+def test_all_processes_leave_out_the_same_window(name, limit):
+    found = train_factors(SPIKE, RANK, SIZE, skip_above=limit, parallel=KINDS[name])
+    assert_same(found["fingerprint"])
     # Of the five windows, the spike makes no update.
-    without = stock_weights("Momentum", [batch(0)] * 4)
-    for report in two:
-        got = report[f"left out {name}, {limit}"]
-        assert got["updated"] == [True, True, True, False, True]
-        np.testing.assert_allclose(got["weights"], without, rtol=2e-5, atol=2e-6)
-    # Nothing is sent for it.
-    sent, sent_with_a_limit = two[0][f"messages left out {name}"]
-    assert sent == sent_with_a_limit != []
+    assert found["updated"] == [True, True, True, False, True]
+    close(found["weights"], stock_weights("Momentum", [batch(0)] * 4))
 
 
-def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused(two):
-    expected = train_factors(NO_SPIKE, clip=Halved())["weights"]
-    assert not np.allclose(expected, train_factors(NO_SPIKE)["weights"], rtol=1e-3)
-    for report in two:
-        np.testing.assert_allclose(report["own clip"]["weights"], expected, rtol=2e-5, atol=2e-6)
-        assert "a clip of your own needs whole gradients, but got Halved with HSDP(" in report["own clip refused"]
-        assert report["left whole"]
-
-
-@pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])
-def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two):
-    one, four = [counted["sent"] for counted in two[0][f"messages {name}"]]
-    # All sums, the loss and the weight in one. Shards: what stays whole, the sums, the norm, the weights.
-    assert len(one) == messages
-    assert one == four
-
-
-@pytest.mark.parametrize("name", ["data parallel, each batch", "all shards, level2"])
-def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
-    one, four = [counted["sent"] for counted in two[0][f"messages {name}"]]
-    # The number of micro batches, one for each of them; what stays whole, the norm, the gradients or the weights.
-    assert len(one) == 1 + 1 + 3
-    assert len(four) == 1 + 4 + 3
-
-
-@pytest.mark.parametrize(
-    "processes,name",
-    [
-        ("two", "data parallel"),
-        ("two", "data parallel, each batch"),
-        ("two", "all shards"),
-        ("two", "all shards, level2"),
-        ("two", "nothing above the threshold"),
-        ("two", "clipped"),
-        ("two", "clipped by groups"),
-        ("four", "two shards"),
-        ("four", "two shards, level2"),
-    ],
-)
-def test_the_messages_and_the_sums_are_those_of_the_layout(processes, name, request):
-    for report in request.getfixturevalue(processes):
-        for counted in report[f"messages {name}"]:
-            assert counted["sent"] == counted["described"]
-            assert counted["kept"] == counted["kept by description"]
-
-
-@pytest.mark.parametrize(
-    "processes,name",
-    [("two", "data parallel"), ("two", "all shards"), ("four", "two shards, level2")],
-)
-def test_the_graphs_have_the_collectives_that_the_reducer_describes(processes, name, request):
-    for report in request.getfixturevalue(processes):
-        found = report[f"graphs {name}"]
-        assert found["sent"] == found["described"] != []
-
-
-@pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
-def test_16_bits_and_dropped_micro_batches_are_in_what_the_reducer_describes(name, two):
-    for report in two:
-        found = report[f"messages unforeseen {name}"]
-        assert found["sent"] == found["described"]
-        assert found["kept"] == found["kept by description"]
-        # The loss, the weight and the dropped micro batches go by themselves.
-        assert ["AllReduce", 2, 12] in found["sent"]
-
-
-def test_shared_sums_take_their_part_of_the_memory(two):
-    shapes = two[0]["level2 sums"]
+@on_ranks(2)
+def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused():
+    found = train_factors(NO_SPIKE, RANK, SIZE, clip=Halved(), parallel=KINDS["data parallel"])["weights"]
+    batches = [batch(0)] * len(NO_SPIKE)
+    expected, _ = stock_clipped("Momentum", batches, scaled_by(lambda norm: 0.5))
+    assert not np.allclose(expected, stock_weights("Momentum", batches), rtol=1e-3)
+    close(found, expected)
     network = build_network()
-    for weight in network.trainable_params():
-        rows = weight.shape[0] // 2 if weight.shape[0] % 2 == 0 else weight.shape[0]
-        assert shapes[f"accu_grads.{weight.name}"] == [rows, *weight.shape[1:]]
+    before = [weight.shape for weight in network.trainable_params()]
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    with refuses(ValueError, "a clip of your own needs whole gradients, but got Halved with HSDP("):
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=Halved(), parallel=HSDP(2, 0))
+    assert [weight.shape for weight in optimizer.parameters] == before
 
 
-@pytest.mark.parametrize("processes", ["two", "four"])
-def test_checkpoints_hold_whole_parameters_and_state(processes, request):
-    reports = request.getfixturevalue(processes)
-    shapes = reports[0]["saved shapes"]
+# Messages: each one is a call, when nothing is compiled.
+
+
+class Counter:
+    """Stands in for a collective operator and notes its name, its ranks and the bytes of each message."""
+
+    def __init__(self, operator, sent):
+        self.operator, self.sent = operator, sent
+
+    def __call__(self, values):
+        name, ranks = type(self.operator).__name__, get_group_size(self.operator.group)
+        self.sent.append((name, ranks, values.size * values.itemsize))
+        return self.operator(values)
+
+
+def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
+    """Return the messages of a window of one batch, which must be those that its layout stands for.
+
+    The norm after a clip by value takes one more reduction, and the norms of groups another one.
+    """
+    network = build_network()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepCell(loss_cell, optimizer, parallel=kind, check_loss=False, **settings)
+    inputs = [Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)]
+    for _ in range(2):  # In the first two the ranks also compare what they train.
+        step(*inputs)
+    sent = []
+    reducer = reducer_of(step)
+    for _, cell in reducer.cells_and_names():
+        for attribute in ("all_reduce", "all_gather"):
+            if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
+                setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
+    gather = world._send
+
+    def counted_gather(values):
+        sent.append(("AllGather", SIZE, values.nbytes))
+        return gather(values)
+
+    with mock.patch.object(world, "_send", counted_gather):
+        step(*inputs)
+    assert sent == list(described(reducer.layout, num_norm_reductions).of_window(1, micro_size))
+    kept = {total.name: total.nbytes for total in (*buffer_of(step).sums, *reducer.sums)}
+    assert sum(kept.values()) == bytes_of_sums(reducer.layout)
+    return sent
+
+
+@on_ranks(2, 4, cases=KINDS)
+def test_messages_and_sums_are_those_of_the_layout_and_few(kind):
+    one, four = messages_of(kind, 1), messages_of(kind, 4)
+    if kind == KINDS["data parallel"]:
+        # All sums, the loss and the weight in one.
+        assert len(one) == len(four) == 1
+    elif kind == KINDS["all shards"]:
+        # What stays whole, the sums, the norm, the weights.
+        assert len(one) == len(four) == 4
+    elif kind in (KINDS["data parallel, each batch"], KINDS["all shards, level2"]):
+        # The number of micro batches, one for each of them; what stays whole, the norm, the gradients or the weights.
+        assert (len(one), len(four)) == (1 + 1 + 3, 1 + 4 + 3)
+
+
+@on_ranks(2)
+def test_clips_take_a_reduction_and_a_limit_of_the_norm_none():
+    messages_of(HSDP(), 1)
+    messages_of(KINDS["all shards"], 1, 2, clip=ClipByValue(0.1))
+    messages_of(KINDS["all shards, level2"], 2, 3, clip=ClipByGroupNorm({"*weight": 0.1, "*": 1.0}))
+    for name in THREE:
+        assert messages_of(KINDS[name], 2, skip_above=NormSpike()) == messages_of(KINDS[name], 2)
+
+
+@on_ranks(2, cases=THREE)
+def test_16_bits_and_dropped_micro_batches_are_in_what_the_reducer_describes(name):
+    precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype=ms.float16)
+    sent = messages_of(KINDS[name], 4, mixed_precision=precision, bad_micro_batch="drop", compile=True)
+    # The loss, the weight and the dropped micro batches go by themselves.
+    assert ("AllReduce", 2, 12) in sent
+
+
+# Checkpoints, and other numbers of processes.
+
+
+def without_redundancy(step, saved):
+    """Save with MindSpore's callback that leaves out what other ranks have, and return the names of what differs."""
+    config = CheckpointConfig(remove_redundancy=True, integrated_save=False, format="safetensors")
+    target = folder() / f"callback_{RANK}"
+    params = _InternalCallbackParam(
+        train_network=step,
+        cur_step_num=3,
+        cur_epoch_num=1,
+        batch_num=4,
+        last_save_ckpt_step=None,
+        latest_ckpt_file=None,
+    )
+    ModelCheckpoint("step", str(target), config).end(RunContext(params))
+    (file,) = target.glob("*.safetensors")
+    found = ms.load_checkpoint(str(file), format="safetensors", remove_redundancy=True)
+    return [name for name in step.parameter_layout_dict if name not in found or (found[name] != saved[name]).any()]
+
+
+@on_ranks(2, 4)
+def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shards():
+    """Saved in the middle of the second window."""
+    network, step = build_step(parallel=KINDS["all shards"], accumulation_steps=2)
+    train_batches(step, range(3), RANK, SIZE)
+    path = folder() / f"rank_{RANK}.ckpt"
+    ms.save_checkpoint(step, str(path))
+    saved = ms.load_checkpoint(str(path))
     for weight in build_network().trainable_params():
         for name in (weight.name, f"moment1.{weight.name}", f"moment2.{weight.name}", f"accu_grads.{weight.name}"):
-            assert shapes[name] == list(weight.shape)
-    assert not [name for name in shapes if "shard" in name]
+            assert saved[name].shape == weight.shape
+    assert not [name for name in saved if "shard" in name]
     # MindSpore's ModelCheckpoint with `remove_redundancy` must not take the parts of other ranks for copies of its own.
-    assert [report["differs without redundancy"] for report in reports] == [[]] * len(reports)
+    assert without_redundancy(step, saved) == []
+    whole = step.parameters_dict()
+    ms.save_checkpoint(whole, str(path.with_name(f"dict_{RANK}.ckpt")))
+    ways = {
+        "read": whole,
+        "copied": copy.deepcopy(whole),  # EarlyStopping keeps the best parameters in such a copy.
+        "cloned": {name: each.clone() for name, each in whole.items()},
+        "listed": {name: Tensor(each.tolist(), each.dtype) for name, each in whole.items()},
+        "set": {name: Parameter(ops.zeros(each.shape, each.dtype)).set_data(each) for name, each in whole.items()},
+        "saved": ms.load_checkpoint(str(path.with_name(f"dict_{RANK}.ckpt"))),
+    }
+    for how, parameters in ways.items():
+        for name, each in parameters.items():
+            assert (each.asnumpy() == saved[name].asnumpy()).all(), (how, name)
+    train_batches(step, [3], RANK, SIZE)
+    close(weights_of(network), whole_batches("Adam", PAIRS))
+    for name in ("data parallel", "two shards"):
+        other, step = build_step(parallel=KINDS[name], accumulation_steps=2)
+        assert ms.load_param_into_net(step, saved) == ([], [])
+        train_batches(step, [3], RANK, SIZE)
+        close(weights_of(other), weights_of(network), 2e-6, 2e-7)
 
 
-@pytest.mark.parametrize("how", ["read", "copied", "cloned", "listed", "set", "saved"])
-def test_parameters_and_state_are_whole_where_a_callback_reads_or_copies_them(how, two):
-    assert [report[f"differs where {how}"] for report in two] == [[], []]
+@on_ranks(2)
+def test_shared_sums_take_their_part_of_the_memory():
+    _, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
+    train_batches(step, range(2), RANK, SIZE)
+    shapes = {total.name: total.shape for total in buffer_of(step).sums}
+    for weight in build_network().trainable_params():
+        rows = weight.shape[0] // 2 if weight.shape[0] % 2 == 0 else weight.shape[0]
+        assert shapes[f"accu_grads.{weight.name}"] == (rows, *weight.shape[1:])
+    # At an update: other numbers of processes go on from it.
+    ms.save_checkpoint(step, str(states() / f"update_{RANK}.ckpt"))
 
 
-@pytest.mark.parametrize("name", ["data parallel", "two shards"])
-@pytest.mark.parametrize("processes", ["two", "four"])
-def test_training_goes_on_with_another_number_of_shards(name, processes, request):
-    for report in request.getfixturevalue(processes):
-        assert report[f"not loaded {name}"] == [[], []]
-        np.testing.assert_allclose(report[f"resumed {name}"], report["not interrupted"], rtol=2e-6, atol=2e-7)
-    expected = whole_batches("Adam", PAIRS)
-    np.testing.assert_allclose(report["not interrupted"], expected, rtol=2e-5, atol=2e-6)
+@on_ranks(4)
+def test_training_goes_on_in_another_number_of_processes():
+    network, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
+    ms.load_checkpoint(str(states() / "update_1.ckpt"), step)
+    train_batches(step, [2, 3], RANK, SIZE)
+    close(weights_of(network), whole_batches("Adam", PAIRS))
 
 
-def test_training_goes_on_in_another_number_of_processes(four):
-    expected = whole_batches("Adam", PAIRS)
-    np.testing.assert_allclose(four[0]["from two"], expected, rtol=2e-5, atol=2e-6)
-
-
-def test_one_process_loads_what_several_have_saved(two):
+def test_one_process_loads_what_several_have_saved(two, request):
     network, step = build_step(accumulation_steps=2)
-    assert ms.load_param_into_net(step, ms.load_checkpoint(two[1]["checkpoint"])) == ([], [])
+    path = request.getfixturevalue("states") / "update_1.ckpt"
+    assert ms.load_param_into_net(step, ms.load_checkpoint(str(path))) == ([], [])
     train_batches(step, [2, 3])
-    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", PAIRS), rtol=2e-5, atol=2e-6)
+    close(weights_of(network), whole_batches("Adam", PAIRS))
 
 
-def test_weights_that_differ_are_noticed_when_asked_for(two):
-    assert all("same weights after an update, but ranks [1] differ" in report["different"] for report in two)
+# What is told.
 
 
-@pytest.mark.parametrize("name", ["data parallel", "all shards"])
-def test_sparse_gradients_are_those_of_one_process(name, two):
-    expected = train_lookup()
+@on_ranks(2)
+def test_weights_that_differ_are_noticed_when_asked_for():
+    network = build_network()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    kind = DataParallel(check_weights=True)
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
+    step(*own_share(0)), step(*own_share(0))
+    if RANK:
+        network[0].bias.set_data(network[0].bias + 1e-6)
+    # In window 3, in which the ranks compare nothing else.
+    with refuses(RuntimeError, "same weights after an update, but ranks [1] differ"):
+        step(*own_share(0))
+
+
+@on_ranks(2, cases=["data parallel", "all shards"], compiled=True)
+def test_sparse_gradients_are_those_of_one_process(name):
+    with compiling("the network"):
+        found = train_lookup(RANK, SIZE, parallel=KINDS[name])
     # By hand: ids and factors as in the scenario, mean over 12 rows, learning rate 0.1.
     sums = np.array([0 + 4 + 10, 1 + 2 + 5 + 8 + 9, 3 + 6 + 7 + 11, 0])
     by_hand = np.arange(8).reshape(4, 2) - 0.1 * sums[:, None] / 12
-    np.testing.assert_allclose(expected, by_hand.ravel(), rtol=1e-6)
-    np.testing.assert_allclose(two[0][f"lookup {name}"], expected, rtol=1e-6)
+    np.testing.assert_allclose(found, by_hand.ravel(), rtol=1e-6)
 
 
-def test_sparse_gradients_cannot_be_shared_in_each_micro_batch(two):
-    assert all("'network'" in report["lookup refused"] for report in two)
-    assert all("a sparse lookup in EmbeddingLookup" in report["lookup refused"] for report in two)
+@on_ranks(2)
+def test_what_cannot_be_shared_is_refused_or_told():
+    with refuses(ValueError, "'network'", "a sparse lookup in EmbeddingLookup"):
+        train_lookup(RANK, SIZE, parallel=KINDS["all shards, level2"])
+    with told("'level3' behaves like 'level2' here") as said:
+        build_step(parallel=HSDP(-1, 0, "level3"))
+    assert len(said) == 1
 
 
-def test_level3_says_what_it_does_not_shard(two):
-    (said,) = two[0]["level3"]
-    assert "'level3' behaves like 'level2' here" in said
+@on_ranks(2, 4)
+def test_processes_that_start_differently_take_the_weights_of_rank_0():
+    network = build_network()
+    if RANK:
+        network[0].weight.set_data(Tensor(np.full(network[0].weight.shape, 7.0, np.float32)))
+    with told("different parameters or buffers") as said:
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    assert fingerprint(network) == fingerprint(build_network()) and len(said) == 1
 
 
-@pytest.mark.parametrize("processes", ["two", "four"])
-def test_processes_that_start_differently_take_the_weights_of_rank_0(processes, request):
-    reports = request.getfixturevalue(processes)
-    assert {report["unified"] for report in reports} == {fingerprint(build_network())}
-    (said,) = reports[0]["warnings"]
-    assert "different parameters or buffers" in said
-
-
-def test_settings_that_differ_raise_on_every_rank(four):
+@on_ranks(4)
+def test_settings_that_differ_raise_on_every_rank():
     sentence = (
         "For 'TrainOneStepCell', the ranks must agree about 'accumulation_steps', but got 1 on rank 0 and 2 on "
         "rank 1. Start all ranks with the same settings."
     )
-    assert [report["disagreement"] for report in four] == [sentence] * 4
+    network = build_network()
+    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
+    with refuses(ValueError, sentence):
+        TrainOneStepCell(loss_cell, optimizer, accumulation_steps=1 + RANK)
 
 
-@pytest.mark.parametrize("name", ["data parallel", "two shards, level2"])
-@pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
-def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
-    assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2
+@on_ranks(2, cases=[(name, *end) for name in THREE[::2] for end in (("apply", 4), ("drop", 2))])
+def test_a_process_that_runs_out_of_data_joins_the_others(name, last_window, updates):
+    """Rank 0 has three batches of two rows, the others two."""
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     settings = {"accumulation_steps": 2, "last_window": last_window}
+    model = Model(network, nn.MSELoss(), optimizer, **settings, parallel=KINDS[name])
+    model.train(2, NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2))
+    assert_same(weights_of(network))
+    assert optimizer.global_step.asnumpy() == [updates]
     assert TrainingPlan(dataset_size=12, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
-    assert two[0][f"early {name} {last_window}"] == two[1][f"early {name} {last_window}"]
     first, second = (uneven_data(rank) for rank in (0, 1))
     windows = [joined([array[:4] for array in first], second)]
     if last_window == "apply":
         windows.append([array[4:] for array in first])
-    expected = stock_weights("Momentum", windows * 2)
-    np.testing.assert_allclose(two[0][f"early {name} {last_window}"], expected, rtol=2e-5, atol=2e-6)
+    close(weights_of(network), stock_weights("Momentum", windows * 2))

@@ -1,97 +1,161 @@
 """Loss scale, bad micro batches, 16-bit messages and limits per group: two processes against one."""
 
-import numpy as np
-import pytest
-from mindspore import Tensor
-from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained, trained_by_group
-from scenarios import CLIPS, batch, build_step, weights_of
+import functools
 
-PART, SIZES = "precision_worker", (2,)
-SKIPPED = [(name, bad) for name, choice, bad in BAD if choice == "skip_window"]
-DROPPED = [(name, bad) for name, choice, bad in BAD if choice == "drop"]
+import mindspore as ms
+import numpy as np
+from open_window import reducer_of, window_of
+from ranks import RANK, SIZE, assert_same, on_ranks, own_share
+from refusal import refuses
+from scenarios import (
+    BY_HAND,
+    CLIPS,
+    ROWS,
+    STEPS,
+    batch,
+    build_step,
+    norm_of,
+    stock_clipped,
+    train_batches,
+    weights_of,
+    whole_batches,
+)
+
+from ms_gradaccum import HSDP, ClipByGroupNorm, DataParallel, MixedPrecision
+
+PART, SIZES = "test_parallel_precision", (2,)
+PARTS, BOUNDS = 3, [7, 9, 11, 12]  # The micro batches of rank 1 of 2, in rows of the whole batch.
+KINDS = {"data parallel": DataParallel(), "two shards": HSDP(2, 0), "two shards, level2": HSDP(2, 0, "level2")}
+GROUPS = ClipByGroupNorm({"*bias": 0.05, "0.*": 0.3})
+
+
+def scaled(**settings):
+    """A loss scale for a network that stays in float32."""
+    return MixedPrecision(level="O0", init_scale=64.0, growth_interval=2, **settings)
+
+
+def bad_share(number, bad):
+    """This rank's rows of a batch; of the second batch, with a NaN in micro batch ``bad`` of rank 1."""
+    x, y = own_share(number)
+    if number == 1 and RANK == 1:
+        x[BOUNDS[bad] - BOUNDS[0], 0] = np.nan
+    return x, y
 
 
 def one_process(batches):
-    """The weights of one process that sees no bad row."""
-    network, step = build_step("schedule", clip=CLIPS["norm"]())
-    norms = [float(step(*inputs).grad_norm.asnumpy()) for inputs in batches]
-    return weights_of(network), norms
+    """The weights and reports of MindSpore's own optimizer, which sees no bad row."""
+    return stock_clipped("schedule", batches, BY_HAND["norm"])
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def skipped():
     """The weights of one process that never sees the second batch."""
-    return one_process([whole(0), whole(2)])[0]
+    return one_process([batch(0), batch(2)])[0]
 
 
-def whole(number):
-    return [Tensor(array) for array in batch(number)]
+# Where the bad micro batch is, and what is done about it.
+BAD = [("data parallel", "skip_window", bad) for bad in range(PARTS)]
+BAD += [("two shards", "skip_window", 0), ("data parallel", "drop", 1), ("two shards", "drop", 0)]
+BAD += [("two shards, level2", "drop", 2)]
 
 
-@pytest.mark.parametrize("name,bad", SKIPPED)
-def test_an_overflow_on_one_rank_skips_the_update_on_all(name, bad, two, skipped):
-    first, second = [report[f"bad {name} skip_window {bad}"] for report in two]
-    np.testing.assert_array_equal(first["seen"], second["seen"])
-    _, overflow, scale, updated, _, _, rate, weight = np.array(first["seen"]).T
-    assert overflow.tolist() == [0, 1, 0] and updated.tolist() == [1, 0, 1] and scale.tolist() == [64, 64, 32]
-    # The rate waits for the update that is not made.
-    assert rate[1] == rate[2] == pytest.approx(rate[0] / 2)
-    assert weight[[0, 2]].tolist() == [12, 12]
-    assert (first["updates"], first["scale"]) == (second["updates"], second["scale"]) == (2, 32)
-    assert first["weights"] == second["weights"]
-    np.testing.assert_allclose(first["weights"], skipped, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("name,bad", DROPPED)
-def test_a_bad_micro_batch_on_one_rank_is_left_out_by_all(name, bad, two, skipped, eager):
-    first, second = [report[f"bad {name} drop {bad}"] for report in two]
-    np.testing.assert_array_equal(first["seen"], second["seen"])
-    _, overflow, scale, updated, norm, _, _, weight = np.array(first["seen"]).T
-    rest = good_rows(bad)
-    assert overflow.tolist() == [0, 0, 0] and updated.tolist() == [1, 1, 1] and scale.tolist() == [64, 64, 32]
-    assert weight.tolist() == [12, len(rest[0]), 12]
-    assert first["weights"] == second["weights"] and first["updates"] == 3
-    expected, norms = one_process([whole(0), rest, whole(2)])
-    np.testing.assert_allclose(norm, norms, rtol=1e-5)
-    np.testing.assert_allclose(first["weights"], expected, rtol=2e-5, atol=2e-6)
+@on_ranks(2, cases=BAD)
+def test_a_bad_micro_batch_on_one_rank_skips_the_update_or_is_left_out_on_all(name, choice, bad):
+    """Three windows, the second one with a NaN on rank 1."""
+    settings = {"mixed_precision": scaled(), "bad_micro_batch": choice, "parallel": KINDS[name]}
+    network, step = build_step("schedule", clip=CLIPS["norm"](), **settings)
+    seen = []
+    for number in range(3):
+        output = step(*bad_share(number, bad))
+        seen.append([float(item.asnumpy()) for item in output._asdict().values()])
+    assert_same(str(seen))
+    assert_same(weights_of(network))
+    _, overflow, scale, updated, norm, _, rate, weight = np.array(seen).T
+    assert scale.tolist() == [64, 64, 32] and window_of(step).loss_scale.value().asnumpy() == 32
+    updates = step.optimizer.global_step.asnumpy()
+    if choice == "skip_window":
+        assert overflow.tolist() == [0, 1, 0] and updated.tolist() == [1, 0, 1] and updates == [2]
+        # The rate waits for the update that is not made.
+        assert rate[1] == rate[2]
+        np.testing.assert_allclose(rate[1], rate[0] / 2, rtol=1e-6)
+        assert weight[[0, 2]].tolist() == [12, 12]
+        np.testing.assert_allclose(weights_of(network), skipped(), rtol=2e-5, atol=2e-6)
+        return
+    rows = np.r_[0 : BOUNDS[bad], BOUNDS[bad + 1] : ROWS]
+    assert overflow.tolist() == [0, 0, 0] and updated.tolist() == [1, 1, 1] and updates == [3]
+    assert weight.tolist() == [12, len(rows), 12]
+    expected, reports = one_process([batch(0), [array[rows] for array in batch(1)], batch(2)])
+    np.testing.assert_allclose(norm, [report[1] for report in reports], rtol=1e-5)
+    np.testing.assert_allclose(weights_of(network), expected, rtol=2e-5, atol=2e-6)
     # Without the whole second batch the weights are others.
-    assert not np.allclose(first["weights"], skipped, atol=1e-4)
+    assert not np.allclose(weights_of(network), skipped(), atol=1e-4)
 
 
-def test_groups_are_clipped_by_their_norms_over_all_shards(two, eager):
-    expected = trained(0, 1, clip=GROUPS)
-    assert expected["norms"][1] < expected["norms"][0]
-    for report in two:
-        got = report["groups two shards"]
-        np.testing.assert_allclose(got["norms"], expected["norms"], rtol=1e-5)
-        np.testing.assert_allclose(got["weights"], expected["weights"], rtol=2e-5, atol=2e-6)
+def trained(steps=STEPS, **settings):
+    """The network after some windows, the step, and what it reported last."""
+    network, step = build_step("Momentum", **settings)
+    return network, step, train_batches(step, range(steps), RANK, SIZE)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_16_bit_messages_round_the_gradient_and_nothing_else(name, two, eager):
-    expected = np.array(trained(0, 1)["weights"])
-    got = [np.array(report[f"sent {name}"]["weights"]) for report in two]
-    assert got[0].tolist() == got[1].tolist()
+def distance(network, expected):
+    return np.abs(np.subtract(weights_of(network), expected)).max()
+
+
+def clipped_by_groups(grads, norm):
+    """All biases together, then the first layer's weight; the others as they are."""
+    biases = norm_of(grad for name, grad in grads.items() if name.endswith("bias"))
+    factors = dict.fromkeys(grads, 1.0) | {"0.weight": min(1.0, 0.3 / norm_of([grads["0.weight"]]))}
+    factors |= {name: min(1.0, 0.05 / biases) for name in grads if name.endswith("bias")}
+    return {name: grad * factors[name] for name, grad in grads.items()}
+
+
+@functools.cache
+def in_groups():
+    return stock_clipped("Momentum", [batch(number) for number in range(STEPS)], clipped_by_groups)
+
+
+@on_ranks(2)
+def test_groups_are_clipped_by_their_norms_over_all_shards():
+    found, _, output = trained(clip=GROUPS, parallel=KINDS["two shards"])
+    expected, reports = in_groups()
+    _, norm, clipped = reports[-1]
+    assert clipped < norm
+    np.testing.assert_allclose(output.grad_norm.asnumpy(), norm, rtol=1e-5)
+    np.testing.assert_allclose(output.clipped_grad_norm.asnumpy(), clipped, rtol=1e-5)
+    np.testing.assert_allclose(weights_of(found), expected, rtol=2e-5, atol=2e-6)
+
+
+@on_ranks(2, cases=KINDS)
+def test_16_bit_messages_round_the_gradient_and_nothing_else(kind):
+    found, _, _ = trained(mixed_precision=scaled(reduce_dtype=ms.float16), parallel=kind)
+    assert_same(weights_of(found))
     # Of the learning rate 0.1, gradients of about 1 and 11 bits.
-    assert 1e-5 < np.abs(got[0] - expected).max() < 1e-3
+    assert 1e-5 < distance(found, whole_batches("Momentum", tuple((i,) for i in range(STEPS)))) < 1e-3
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_messages_of_a_group_of_parameters_have_16_bits_and_the_others_float32(name, two, eager):
-    expected = trained_by_group(0, 1)
-    for report in two:
-        got = report[f"sent in groups {name}"]
-        assert {"Float16", "Float32"} == set(got["dtypes"])
-        assert 1e-5 < np.abs(np.subtract(got["weight"], expected["weight"])).max() < 1e-3
-        np.testing.assert_allclose(got["bias"], expected["bias"], rtol=2e-6, atol=2e-7)
+@on_ranks(2, cases=KINDS)
+def test_messages_of_a_group_of_parameters_have_16_bits_and_the_others_float32(kind):
+    precision = scaled(reduce_dtype={"*weight": "fp16"})
+    found, step, _ = trained(steps=1, mixed_precision=precision, parallel=kind)
+    layout = reducer_of(step).layout
+    assert {ms.float16, ms.float32} == {bucket.dtype for bucket in (*layout.replicated, *layout.sharded)}
+    expected = whole_batches("Momentum", ((0,),))
+    apart = np.abs(np.subtract(weights_of(found), expected))
+    is_bias = [weight.name.endswith("bias") for weight in found.trainable_params() for _ in range(weight.size)]
+    assert 1e-5 < apart[np.logical_not(is_bias)].max() < 1e-3 and apart[is_bias].max() < 2e-6
 
 
-def test_half_precision_on_several_processes_trains_like_one(two, eager):
-    expected = np.array(trained(0, 1, clip=GROUPS)["weights"])
-    got = [np.array(report["half two shards"]["weights"]) for report in two]
-    assert got[0].tolist() == got[1].tolist()
-    assert 1e-5 < np.abs(got[0] - expected).max() < 1e-2
+@on_ranks(2, compiled=True)
+def test_half_precision_on_several_processes_trains_like_one():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    precision = MixedPrecision("fp16", "O2", init_scale=64.0, reduce_dtype="fp16")
+    settings = {"mixed_precision": precision, "bad_micro_batch": "drop", "clip": GROUPS}
+    found, _, _ = trained(parallel=KINDS["two shards"], **settings)
+    assert_same(weights_of(found))
+    assert 1e-5 < distance(found, in_groups()[0]) < 1e-2
 
 
-def test_messages_that_a_device_cannot_add_up_are_refused(two):
-    assert all("'mixed_precision'" in report["refused"] and "reduce_dtype" in report["refused"] for report in two)
+@on_ranks(2)
+def test_messages_that_a_device_cannot_add_up_are_refused():
+    with refuses(ValueError, "'mixed_precision'", "reduce_dtype"):
+        build_step(mixed_precision=scaled(reduce_dtype=ms.bfloat16), parallel=DataParallel())

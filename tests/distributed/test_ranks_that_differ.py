@@ -1,76 +1,318 @@
 """Ranks that were told different things, read the same rows, or fail alone: an error or a warning, and no hang."""
 
 import itertools
+import math
+import os
+import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
+import mindspore as ms
 import numpy as np
 import pytest
-from scenarios import APART, KINDS, batch, build_network, joined, share, stock_weights, weights_of, whole_batches
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim as experimental
+from mindspore.train import OnRequestExit
+from ranks import RANK, assert_same, everyone, on_ranks, own_share, told
+from refusal import refuses
+from scenarios import (
+    APART,
+    KINDS,
+    batch,
+    build_network,
+    build_step,
+    joined,
+    share,
+    stock_weights,
+    uneven_data,
+    weights_of,
+    whole_batches,
+)
 
-PART, SIZES = "unlike_worker", (2,)
+from ms_gradaccum import (
+    EMA,
+    HSDP,
+    Accumulator,
+    DataParallel,
+    GradAccumulation,
+    Model,
+    Reduced,
+    StateCheckpoint,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
+from ms_gradaccum.parallel import world
+
+PART, SIZES = "test_ranks_that_differ", (2,)
+
+
+def step_with(optimizer, network, loss=None, batch_axis=0, **settings):
+    loss_cell = GradAccumulation(nn.WithLossCell(network, loss or nn.MSELoss()), 2, batch_axis=batch_axis)
+    return TrainOneStepCell(loss_cell, optimizer, **settings)
+
+
+def sgd(network):
+    return nn.SGD(network.trainable_params(), 0.1)
+
+
+def with_optimizer(make):
+    return lambda network: step_with(make(network.trainable_params()), network)
+
+
+def with_settings(**settings):
+    """A step whose settings are the first of each pair on rank 0, and the second on rank 1."""
+    return lambda network: step_with(sgd(network), network, **{name: pair[RANK] for name, pair in settings.items()})
+
+
+def trained_by_model(epochs=1, callbacks=(), **settings):
+    def train(network):
+        model = Model(network, nn.MSELoss(), sgd(network), **settings)
+        data = NumpySlicesDataset(tuple(uneven_data(1)), shuffle=False).batch(2)
+        model.train(epochs, data, callbacks=[*callbacks])
+
+    return train
+
+
+def in_another_mode(network):
+    ms.set_context(mode=(ms.GRAPH_MODE, ms.PYNATIVE_MODE)[RANK])
+    step_with(sgd(network), network)
+
+
+def another_cell(network):
+    (TrainOneStepCell, Accumulator)[RANK](nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+
+
+def cast_on_one_rank(network):
+    if RANK:
+        network[2].to_float(ms.float16)
+    step_with(sgd(network), network)
+
+
+def half_frozen(network):
+    optimizer = sgd(network)
+    network.trainable_params()[0].requires_grad = RANK == 0
+    step_with(optimizer, network)
+
+
+def with_states(on_all):
+    """A Model with a StateCheckpoint: on rank 1 alone, or with another interval there."""
+
+    def train(network):
+        with TemporaryDirectory() as folder:
+            own = [StateCheckpoint(folder, save_checkpoint_steps=1 + RANK if on_all else None)]
+            trained_by_model(callbacks=own if on_all or RANK else [])(network)
+
+    return train
+
+
+# Everything that makes ranks train different weights, or wait for each other, if they are told it unlike: what is
+# built, the name of the setting, and its value on each rank.
 DISAGREEMENTS = {
-    "decay": ("optimizer.weight_decay", "0.0", "0.1"),
-    "epsilon": ("optimizer.eps", "1e-08", "2e-08"),
-    "class": ("optimizer", "Momentum", "Adam"),
-    "parameters": ("optimizer.parameters[0]", "0.weight", "0.bias"),
-    "mode": ("mode", "GRAPH_MODE", "PYNATIVE_MODE"),
-    "loss": ("network.network._loss_fn", "MSELoss", "L1Loss"),
-    "axis": ("batch_axis", "0", "1"),
-    "compile": ("compile", "False", "True"),
-    "drop": ("bad_micro_batch", "False", "True"),
-    "kind": ("parallel", "DataParallel(sync_each_batch=False", "HSDP(shard_size=-1"),
-    "cell": ("the training cell", "TrainOneStepCell", "Accumulator"),
-    "layers": ("parameter 1.weight", "(3, 3) of Float32", "(4, 3) of Float32"),
-    "frozen": ("parameter 0.weight", "(8, 6) of Float32", "(8, 6) of Float32, frozen"),
-    "states": ("callbacks", "[]", "['StateCheckpoint(save_checkpoint_steps=None, "),
-    "averages": ("callbacks", "['StateCheckpoint(", "['StateCheckpoint("),
-    "steps": ("callbacks", "['StateCheckpoint(save_checkpoint_steps=1", "['StateCheckpoint(save_checkpoint_steps=2"),
-    "cast": ("network.network._backbone.2.to_float", "None", "fp16"),
-    "last_window": ("last_window", "apply", "drop"),
-    "epoch": ("epoch", "1", "2"),
+    "decay": (
+        with_optimizer(lambda weights: nn.Momentum(weights, 0.1, 0.9, weight_decay=0.1 * RANK)),
+        "optimizer.weight_decay",
+        "0.0",
+        "0.1",
+    ),
+    "class": (
+        with_optimizer(lambda weights: nn.Adam(weights, 0.1) if RANK else nn.Momentum(weights, 0.1, 0.9)),
+        "optimizer",
+        "Momentum",
+        "Adam",
+    ),
+    "parameters": (
+        with_optimizer(lambda weights: nn.SGD(weights[RANK:], 0.1)),
+        "optimizer.parameters[0]",
+        "0.weight",
+        "0.bias",
+    ),
+    "mode": (in_another_mode, "mode", "GRAPH_MODE", "PYNATIVE_MODE"),
+    "loss": (
+        with_settings(loss=(nn.MSELoss(), nn.L1Loss())),
+        "network.network._loss_fn",
+        "MSELoss",
+        "L1Loss",
+    ),
+    "axis": (with_settings(batch_axis=(0, 1)), "batch_axis", "0", "1"),
+    "compile": (with_settings(compile=(None, True)), "compile", "False", "True"),
+    "kind": (
+        with_settings(parallel=(DataParallel(), HSDP())),
+        "parallel",
+        "DataParallel(sync_each_batch=False",
+        "HSDP(shard_size=-1",
+    ),
+    "cell": (another_cell, "the training cell", "TrainOneStepCell", "Accumulator"),
+    "layers": (
+        lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + RANK))),
+        "parameter 1.weight",
+        "(3, 3) of Float32",
+        "(4, 3) of Float32",
+    ),
+    "frozen": (half_frozen, "parameter 0.weight", "(8, 6) of Float32", "(8, 6) of Float32, frozen"),
+    "states": (with_states(False), "callbacks", "[]", "['StateCheckpoint(save_checkpoint_steps=None, "),
+    "steps": (
+        with_states(True),
+        "callbacks",
+        "['StateCheckpoint(save_checkpoint_steps=1",
+        "['StateCheckpoint(save_checkpoint_steps=2",
+    ),
+    "cast": (cast_on_one_rank, "network.network._backbone.2.to_float", "None", "fp16"),
+    "last_window": (
+        lambda net: trained_by_model(last_window=("apply", "drop")[RANK])(net),
+        "last_window",
+        "apply",
+        "drop",
+    ),
+    "epoch": (lambda net: trained_by_model(1 + RANK)(net), "epoch", "1", "2"),
 }
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_would_train_unlike_or_wait_for_each_other_are_told_what_differs(what, two):
-    name, *values = DISAGREEMENTS[what]
-    for rank, report in enumerate(two):
-        assert what in report["disagreements"], f"rank {rank} trains"
-        said = report["disagreements"][what]
-        assert f"the ranks must agree about '{name}', but got {values[0]}" in said
-        assert f" on rank 0 and {values[1]}" in said and said.endswith(" Start all ranks with the same settings.")
+@on_ranks(2, cases=DISAGREEMENTS, compiled=True)
+def test_ranks_that_would_train_unlike_or_wait_for_each_other_are_told_what_differs(build, name, first, second):
+    differs = f"the ranks must agree about '{name}', but got {first}"
+    with refuses(ValueError, differs, f" on rank 0 and {second}", " Start all ranks with the same settings."):
+        build(build_network())
 
 
-def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates(two):
-    assert [report["agreed"] for report in two] == [3, 3]
+@on_ranks(2)
+def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates():
+    network = build_network()
+    optimizer = nn.Adam(network.trainable_params(), 0.1)
+    optimizer.rank_id = network.shard = RANK
+    optimizer.global_step.set_data(Tensor([3 * (1 - RANK)], ms.int32))
+    step_with(optimizer, network)
+    assert optimizer.global_step.asnumpy() == [3]
 
 
-def test_parameters_of_all_dtypes_arrive_bit_for_bit(two):
-    assert [report["differ"] for report in two] == [[True, False], [True, False]]
-    assert two[0]["bits"] == two[1]["bits"] == two[0]["own bits"]
-    assert all(two[0]["shapes"] + two[1]["shapes"])
-    assert all(mine != theirs for mine, theirs in zip(two[0]["own bits"], two[1]["own bits"]))
+@on_ranks(2)
+def test_parameters_of_all_dtypes_and_large_counts_arrive_bit_for_bit():
+    random = np.random.default_rng(RANK)
+    bits = [random.integers(0, 256, size, np.uint8) for size in (12, 6, 5, 24, 16, 2)]
+    dtypes = [np.float32, np.float16, np.uint8, np.int64, np.float64, np.float16]
+    values = [part.view(dtype) for part, dtype in zip(bits, dtypes)] + [np.arange(5) % 2 == RANK]
+    # NaN of different bits.
+    values[0][0] = np.array([0x7F812345 + RANK], np.uint32).view(np.float32)[0]
+    values[0][1:] = np.array([0xFFC00001 + RANK, 0x80000000], np.uint32).view(np.float32)
+    values.append(np.array(1.5 + RANK, np.float32))
+    parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
+    differed = world.differing_ranks(parameters)
+    world.broadcast_parameters(parameters)
+    differ = world.differing_ranks(parameters)
+    first, second = everyone([value.tobytes().hex() for value in values])
+    counts = world.gather_counts("counts", 2**24 + 1 + RANK)
+    assert differed and not differ and all(mine != theirs for mine, theirs in zip(first, second))
+    assert [each.asnumpy().tobytes().hex() for each in parameters] == first
+    assert [each.shape for each in parameters] == [value.shape for value in values]
+    assert counts == [2**24 + 1, 2**24 + 2]
+
+
+class Drawn(nn.Cell):
+    """A layer with a buffer and a tensor that each rank draws, as random features are."""
+
+    def __init__(self, buffer, constant):
+        super().__init__()
+        self.layer = nn.Dense(3, 3, "ones", "zeros")
+        self.register_buffer("buffer", Tensor(np.full(3, 1.0 + buffer, np.float32)), persistent=False)
+        self.constant, self.number = Tensor(np.full(3, 1.0 + constant, np.float32)), Tensor(RANK)
+
+    def construct(self, x):
+        return self.layer(x * self.buffer + self.constant)
+
+
+STARTED = "the ranks started with different parameters or buffers"
+OTHER = "the ranks have different values in a tensor of the network (one of network._backbone.constant)"
+
+
+@on_ranks(2, compiled=True, cases=[("nothing", None), ("buffer", STARTED), ("constant", OTHER)])
+def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(what, sentence):
+    network = Drawn(RANK if what == "buffer" else 0, RANK if what == "constant" else 0)
+    with told("ranks") as said:
+        step_with(sgd(network), network)
+    assert network.buffer.asnumpy().tolist() == [1.0] * 3
+    assert network.constant.asnumpy().tolist() == [1.0 + (RANK if what == "constant" else 0)] * 3
+    assert len(said) == (sentence is not None)
+    assert all(text.startswith(f"For 'TrainOneStepCell', {sentence}") for text in said)
+
+
+class Experts(nn.Cell):
+    """A mixture of two experts, of which each rank has one, for the rows of both; a gate that both have."""
+
+    def __init__(self, name, is_marked):
+        super().__init__()
+        gate, *experts = np.random.default_rng(0).normal(size=(3, 3, 3)).astype(np.float32)
+        self.gate = Parameter(Tensor(gate[:, :2]), "gate")
+        self.expert = Parameter(Tensor(experts[RANK]), name, layerwise_parallel=is_marked)
+        self.gather, self.add_up = ops.AllGather(), ops.AllReduce()
+
+    def construct(self, x):
+        rows, everyone = x.shape[0], self.gather(x)
+        share = ops.softmax(ops.matmul(everyone, self.gate))[:, RANK : RANK + 1]
+        return self.add_up(ops.matmul(everyone, self.expert) * share)[RANK * rows : RANK * rows + rows]
 
 
 REPLICAS = "the argument 'network' must be a network with the same parameters on all processes, but got "
 EXPERTS = {
-    "named": "the ranks must agree about 'optimizer.parameters[1]', but got expert0 on rank 0 and expert1 on rank 1. ",
-    "alike": f"{REPLICAS}different values, and All",
-    "marked": f"{REPLICAS}'expert' with layerwise_parallel. ",
+    "named": (
+        f"expert{RANK}",
+        False,
+        "the ranks must agree about 'optimizer.parameters[1]', but got expert0 on rank 0 and expert1 on rank 1. ",
+    ),
+    "alike": ("expert", False, f"{REPLICAS}different values, and All"),
+    "marked": ("expert", True, f"{REPLICAS}'expert' with layerwise_parallel. "),
 }
 
 
-@pytest.mark.parametrize("what", EXPERTS)
-def test_experts_that_only_one_rank_has_are_refused_on_all_ranks_and_keep_their_values(what, two):
-    for report in two:
-        said, is_kept = report[f"experts {what}"]
-        assert said.startswith(f"For 'TrainOneStepCell', {EXPERTS[what]}") and is_kept
+@on_ranks(2, cases=EXPERTS, compiled=True)
+def test_experts_that_only_one_rank_has_are_refused_on_all_ranks_and_keep_their_values(name, is_marked, sentence):
+    network = Experts(name, is_marked)
+    before = network.expert.asnumpy().copy()
+    with refuses(ValueError, f"For 'TrainOneStepCell', {sentence}"):
+        step_with(sgd(network), network)
+    assert (network.expert.asnumpy() == before).all()
 
 
-def test_counts_beyond_those_of_a_float32_arrive(two):
-    assert [report["counts"] for report in two] == [[2**24 + 1, 2**24 + 2]] * 2
+# What ranks do when one of them fails alone.
+
+
+class Failure(Exception):
+    """An error of one rank."""
+
+
+class Fails:
+    """Raises on rank 1 where an event of one batch has a name."""
+
+    def __init__(self, batch, name, micro_batch=None):
+        self.batch, self.name, self.micro_batch = batch, name, micro_batch
+
+    def _fail(self, name, event):
+        if RANK and (event.batch, name, event.micro_batch) == (self.batch, self.name, self.micro_batch):
+            raise Failure
+
+    def on_micro_batch_begin(self, event):
+        self._fail("begin", event)
+
+    def on_micro_batch_end(self, event):
+        self._fail("end", event)
+
+    def on_update_begin(self, event):
+        self._fail("update", event)
 
 
 DROPPED = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
+# The batch that fails, where, and whether the window has rows of it: windows have two batches of three micro batches.
+FAILURES = {
+    "first micro batch": (1, "begin", 0),
+    "mid-batch": (1, "begin", 2),
+    "last micro batch": (2, "end", 2),
+    "update": (2, "update", None),
+}
+
+
+def close(weights, expected):
+    np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
 
 
 def check_second_window(weights):
@@ -78,72 +320,136 @@ def check_second_window(weights):
     expected = np.array(whole_batches("Momentum", ((2, 3),)))
     assert not np.allclose(expected, weights_of(build_network()), atol=1e-3)
     assert not np.allclose(expected, whole_batches("Momentum", ((0, 1), (2, 3))), atol=1e-3)
-    np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+    close(weights, expected)
 
 
-@pytest.mark.parametrize(
-    "kind, failure",
-    [*((kind, "mid-batch") for kind in KINDS), *itertools.product(APART, ["last micro batch", "update"])],
-)
-def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure, two):
-    key = f"{kind}, {failure}"
-    assert [report[f"errors {key}"] for report in two] == [[], ["of this rank"]]
-    for report in two:
-        weights, updates, skipped, open_batches, ended = report[key]
-        assert (updates, skipped, open_batches) == (1, 1, 0)
-        # The rank that has raised the error has no report of that batch.
-        assert ended in ([False, True, False, True], [True, False, True], [False, False, True])
-        check_second_window(weights)
-        assert [said for said in report[f"warnings {key}"] if DROPPED in said] != []
-
-
-@pytest.mark.parametrize("kind", APART)
-def test_a_batch_of_which_nothing_was_added_is_left_out(kind, two):
+def check_without_first_batch(weights):
     """The first batch has the rows of rank 0 alone."""
-    windows = [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))]
-    first = stock_weights("Momentum", windows)
-    for report in two:
-        weights, updates, skipped, *_ = report[f"{kind}, first micro batch"]
-        assert (updates, skipped) == (2, 0) and report[f"warnings {kind}, first micro batch"] == []
-        np.testing.assert_allclose(weights, first, rtol=2e-5, atol=2e-6)
+    close(weights, stock_weights("Momentum", [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))]))
 
 
-def test_a_batch_that_was_given_wrong_is_left_out(two):
-    expected = stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))])
-    for report in two:
-        weights, updates, skipped = report["wrong batch"]
-        assert (updates, skipped) == (1, 0)
-        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
-    assert [len(report["errors wrong batch"]) for report in two] == [0, 1]
+@on_ranks(2, cases=[*((kind, "mid-batch") for kind in KINDS), *itertools.product(APART, FAILURES)])
+def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure):
+    """Or it goes on without that batch, if nothing of it was added."""
+    network, step = build_step(
+        "Momentum", accumulation_steps=2, parallel=KINDS[kind], check_loss=kind == "data parallel"
+    )
+    step.add_callback(Fails(*FAILURES[failure]))
+    errors, ended = 0, []
+    with told("ranks") as said:
+        for number in range(4):
+            try:
+                ended.append(step(*own_share(number)).ends_window)
+            except Failure:
+                errors += 1
+    assert errors == RANK and step.open_batches() == 0
+    if failure == "first micro batch":
+        assert (step.events.updates, step.events.skipped_updates, said) == (2, 0, [])
+        check_without_first_batch(weights_of(network))
+        return
+    assert (step.events.updates, step.events.skipped_updates) == (1, 1)
+    # The rank that has raised the error has no report of that batch.
+    assert ended in ([False, True, False, True], [True, False, True], [False, False, True])
+    check_second_window(weights_of(network))
+    assert any(DROPPED in text for text in said)
 
 
-@pytest.mark.parametrize("kind", APART)
-def test_a_loop_goes_on_after_an_error_of_one_rank(kind, two):
+@on_ranks(2)
+def test_a_batch_that_was_given_wrong_is_left_out():
+    """Rank 1 hands over a batch without its labels: nothing of it was added, and the window is that of the rest."""
+    network, step = build_step("Momentum", accumulation_steps=2, check_loss=True)
+    step(*own_share(0))
+    errors = 0
+    try:
+        step(*own_share(1)[: 1 if RANK else 2])
+    except TypeError:
+        errors += 1
+    assert (errors, step.events.updates, step.events.skipped_updates) == (RANK, 1, 0)
+    close(weights_of(network), stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))]))
+
+
+@on_ranks(2, cases=[(kind, *place) for kind in APART for place in ((1, "before"), (1, "inside"), (2, "after"))])
+def test_a_loop_goes_on_after_an_error_of_one_rank(kind, failing, where):
     """Before the backward pass the batch is left out; inside it the window is dropped; after it all rows are there."""
-    without = stock_weights("Momentum", [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))])
-    for report in two:
-        np.testing.assert_allclose(report[f"loop {kind}, before 1"][0], without, rtol=2e-5, atol=2e-6)
-        check_second_window(report[f"loop {kind}, inside 1"][0])
-        expected = whole_batches("Momentum", ((0, 1), (2, 3)))
-        np.testing.assert_allclose(report[f"loop {kind}, after 2"][0], expected, rtol=2e-5, atol=2e-6)
-        assert [report[f"loop {kind}, {place}"][1] for place in ("before 1", "inside 1", "after 2")] == [2, 1, 2]
-    for place in ("before 1", "inside 1", "after 2"):
-        assert [report[f"errors loop {kind}, {place}"] for report in two] == [[], ["of this rank"]]
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    settings = {"parallel": KINDS[kind], "check_loss": kind == "data parallel"}
+    accumulator = Accumulator(loss_cell, optimizer, 2, **settings)
+    accumulator.add_callback(Fails(failing, "begin", 1) if where == "inside" else Fails(0, ""))
+    errors = 0
+    for number in range(4):
+        fails = RANK and number + 1 == failing
+        try:
+            with accumulator.accumulate():
+                if fails and where == "before":
+                    raise Failure
+                accumulator.backward(*own_share(number))
+                if fails and where == "after":
+                    raise Failure
+                accumulator.step()
+        except Failure:
+            errors += 1
+    assert errors == RANK
+    assert accumulator.driver.updates == (1 if where == "inside" else 2)
+    if where == "before":
+        check_without_first_batch(weights_of(network))
+    elif where == "inside":
+        check_second_window(weights_of(network))
+    else:
+        close(weights_of(network), whole_batches("Momentum", ((0, 1), (2, 3))))
 
 
-def test_ranks_that_read_the_same_data_are_told_once(two):
-    for report in two:
-        for data in ("same", "joined", "sunk"):
-            (said,) = report[f"warnings data {data}"]
-            assert "must read different data" in said and "num_shards=2" in said
-        assert report["warnings data other"] == report["warnings data none"] == []
+# What ranks are told of their data and their gradients.
 
 
-def test_a_rank_that_finds_something_wrong_with_its_loss_trains_on_with_the_others(two):
+@on_ranks(2, cases=[("same", 1), ("joined", 1), ("sunk", 1), ("other", 0), ("none", 0)])
+def test_ranks_that_read_the_same_data_are_told_once(how, times):
+    _, step = build_step(check_loss=True, accumulation_steps=3 if how == "joined" else 1)
+    inputs = [Tensor(array) for array in batch(RANK if how == "other" else 0)]
+    with told("ranks") as said:
+        if how == "none":
+            step(*inputs) if RANK else step.join()
+        else:
+            if how == "sunk":
+                # As a Model does before a graph takes the batches by itself.
+                step.body.measure_loss(tuple(inputs))
+            for _ in range(2):
+                step(*inputs)
+            if how == "joined":
+                step.join()
+    assert len(said) == times
+    assert all("must read different data" in text and "num_shards=2" in text for text in said)
+
+
+class MaskedMean(nn.Cell):
+    """A mean over the rows that a mask leaves, which is one over all rows where it leaves all."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y, mask):
+        return (ops.square(self.network(x) - y).mean(-1) * mask).sum() / mask.sum()
+
+
+@on_ranks(2)
+def test_a_rank_that_finds_something_wrong_with_its_loss_trains_on_with_the_others():
     """It sends nothing for its measurement, and measures no more."""
-    assert [report["found True"][0] for report in two] == [1, 0]
-    assert [report["found False"][0] for report in two] == [0, 0]
-    assert len({str(report[key][1]) for report in two for key in ("found True", "found False")}) == 1
+    weights = []
+    for check_loss in (True, False):
+        network = build_network()
+        step = TrainOneStepCell(GradAccumulation(MaskedMean(network), 2), sgd(network), check_loss=check_loss)
+        with told("is not the mean of their losses") as found:
+            for number in range(4):
+                x, y = own_share(number)
+                mask = np.ones(len(x), np.float32)
+                mask[0] = RANK
+                step(x, y, Tensor(mask))
+        assert len(found) == (check_loss and RANK == 0)
+        weights.append(weights_of(network))
+    assert_same(weights)
+    assert weights[0] == weights[1]
 
 
 def apart(what, owner="TrainOneStepCell"):
@@ -154,111 +460,259 @@ def apart(what, owner="TrainOneStepCell"):
     )
 
 
-@pytest.mark.parametrize("key", ["loaded", "loaded, level1", "loaded, loop", "loaded, loop of two, joined"])
-def test_what_one_rank_alone_has_loaded_before_the_first_window_is_an_error_on_all(key, two):
-    for report in two:
-        said = report[f"errors apart {key}"]
-        assert said[0] == apart("parameters", "Accumulator" if "loop" in key else "TrainOneStepCell")
+def load_last_layer(network, optimizer):
+    network[-1].bias.set_data(Tensor(np.array([1.0, 2.0, 3.0], np.float32)))
 
 
-@pytest.mark.parametrize(
-    "key,what,times",
-    [
-        ("loaded late", "parameters", 2),
-        ("loaded last", "parameters", 1),
-        ("rate", "learning rate", 2),
-        # Numbers that no rank has compared before: they show in the parameters.
-        ("momentum", "parameters", 2),
-        ("schedule", "parameters", 2),
-    ],
-)
-def test_ranks_that_train_apart_end_in_one_sentence(key, what, times, two):
-    """In the next of windows 1, 2, 4, or where the loop flushes."""
-    for report in two:
-        assert (report[f"errors apart {key}"], report[f"warnings apart {key}"]) == ([apart(what)] * times, [])
+def assign_rate(network, optimizer):
+    ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32))
 
 
-def test_numbers_that_an_optimizer_has_in_parameters_are_those_of_rank_0(two):
-    for report in two:
-        (said,) = report["warnings momentum held"]
-        assert "the ranks started with different parameters or buffers" in said
-        assert report["momentum held"] == np.float32(0.9)
+def keep(network, optimizer):
+    """Change nothing."""
 
 
-def test_ranks_that_train_alike_are_told_nothing(two):
-    for report in two:
-        assert report["errors apart alike"] == report["warnings apart alike"] == []
+OPTIMIZERS = {
+    "one": lambda parameters: experimental.SGD(parameters, 0.1),
+    "momentum": lambda parameters: experimental.SGD(parameters, 0.1, momentum=0.9 - 0.1 * RANK),
+    "schedule": lambda parameters: nn.SGD(parameters, nn.ExponentialDecayLR(0.1, 0.5 + 0.1 * RANK, 1)),
+}
+# The window before which rank 1 alone changes something, and how many errors there are: in the next of windows 1, 2, 4,
+# and where the loop flushes.
+CHANGES = {
+    "loaded": (0, load_last_layer, "parameters", None),
+    "loaded, level1": (0, load_last_layer, "parameters", None, HSDP(threshold=0)),
+    "loaded, loop": (0, load_last_layer, "parameters", None, "auto", Accumulator),
+    "loaded late": (2, load_last_layer, "parameters", 2),
+    "loaded last": (4, load_last_layer, "parameters", 1),
+    "rate": (2, assign_rate, "learning rate", 2),
+    # Numbers that no rank has compared before: they show in the parameters.
+    "momentum": (-1, keep, "parameters", 2, "auto", TrainOneStepCell, "momentum"),
+    "schedule": (-1, keep, "parameters", 2, "auto", TrainOneStepCell, "schedule"),
+    "alike": (0, keep, "parameters", 0, HSDP(threshold=0)),
+}
 
 
-@pytest.mark.parametrize("key", ["mean", "sum"])
-def test_gradients_that_were_reduced_before_are_told_once(key, two):
-    for report in two:
-        (said,) = report[f"warnings gradients {key}"]
-        assert "have begun with the same gradients" in said and "DistributedGradReducer" in said
+@on_ranks(2, cases=CHANGES)
+def test_ranks_that_train_apart_end_in_one_sentence(
+    window, change, what, times, parallel="auto", build=TrainOneStepCell, optimizer="one"
+):
+    network, errors = build_network(), []
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    step = build(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), optimizer, parallel=parallel)
+
+    def train(inputs):
+        if build is TrainOneStepCell:
+            step(*inputs)
+            return
+        step.backward(*inputs)
+        step.clip_grad_norm(1.0)
+        step.step()
+
+    with told("ranks") as said:
+        for number in range(6):
+            if RANK and number == window:
+                change(network, optimizer)
+            try:
+                train(own_share(number)) if number < 5 else step.flush()
+            except RuntimeError as error:
+                errors.append(str(error))
+    sentence = apart(what, build.__name__)
+    if times is None:
+        assert errors[0] == sentence
+    else:
+        assert (errors, said) == ([sentence] * times, [])
 
 
-@pytest.mark.parametrize("key", ["own", "declared", "of 0.0", "of nan"])
-def test_other_gradients_are_told_nothing_of_their_data(key, two):
-    for report in two:
-        assert report[f"warnings gradients {key}"] == []
+@on_ranks(2)
+def test_of_two_networks_in_a_loop_one_that_has_parted_is_an_error_on_all():
+    """Rank 1 has other weights, and its data end early."""
+    losses = [nn.WithLossCell(build_network(), nn.MSELoss()) for _ in range(2)]
+    accumulator = Accumulator(losses, [nn.SGD(loss.trainable_params(), 0.1) for loss in losses], 2)
+    if RANK:
+        load_last_layer(losses[0].backbone_network, None)
+    with refuses(RuntimeError, apart("parameters", "Accumulator")):
+        for inputs in accumulator.prepare([own_share(number) for number in range(2 - RANK)]):
+            with accumulator.accumulate():
+                for loss in losses:
+                    accumulator.backward(*inputs, network=loss)
+                accumulator.step()
 
 
-def test_buffers_are_those_of_rank_0_and_other_tensors_that_differ_are_named(two):
-    start = "For 'TrainOneStepCell', the ranks started with different parameters or buffers"
-    other = "For 'TrainOneStepCell', the ranks have different values in a tensor of the network "
-    for rank, report in enumerate(two):
-        assert report["warnings drawn nothing"] == []
-        (sentence,) = report["warnings drawn buffer"]
-        assert sentence.startswith(start) and report["drawn buffer"] == [[1.0] * 3, [1.0] * 3]
-        (sentence,) = report["warnings drawn constant"]
-        assert sentence.startswith(f"{other}(one of network._backbone.constant)")
-        assert report["drawn constant"] == [[1.0] * 3, [1.0 + rank] * 3]
+@on_ranks(2)
+def test_averages_that_one_rank_alone_has_are_told_before_the_first_update():
+    network, step = build_step()
+    before = weights_of(network)
+    if RANK:
+        step.add_callback(EMA(0.5))
+    with refuses(RuntimeError, apart("averages (EMA)")):
+        step(*own_share(0))
+    assert before == weights_of(network)
 
 
-def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(two):
-    for report in two:
-        first, second = report["warnings reduced by optimizer"]  # Two are built.
-        assert first == second and "the optimizer calls AllReduce" in first
-        (said,) = report["warnings reduced by hook"]
-        assert "the hook of a parameter calls AllReduce" in said
-        assert report["warnings reduced not"] == []
+@on_ranks(2)
+def test_numbers_that_an_optimizer_has_in_parameters_are_those_of_rank_0():
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9 - 0.1 * RANK)
+    with told(STARTED) as said:
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+    assert len(said) == 1 and optimizer.momentum.asnumpy() == np.float32(0.9)
 
 
-def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
-    most = max(report["stop"][2] for report in two)
-    for report in two:
-        weights, updates, _ = report["stop"]
-        (said,) = report["warnings stop"]
-        assert "only ranks [1] have called request_stop()" in said and updates == most
-        assert weights == two[0]["stop"][0]
+GRADIENTS = {
+    "mean": (0, True),
+    "sum": (0, False),
+    "own": (1, None),
+    "declared": (1, False, 1.0, Reduced()),
+    "of zeros": (1, None, 0.0),
+    "of nan": (1, None, math.nan),
+}
 
 
-def test_ranks_that_are_asked_to_exit_do_so_in_the_step_in_which_all_are(two):
-    for report in two:
-        assert report["exit"] == [5, 5, two[0]["exit"][2]]
+@on_ranks(2, cases=GRADIENTS)
+def test_gradients_that_were_reduced_before_are_told_once(is_own, mean, scale=1.0, parallel="auto"):
+    """Two windows of gradients of the caller, who may have reduced them."""
+    network = build_network()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, parallel=parallel)
+    forward = nn.WithLossCell(network, nn.MSELoss())
+    with told("ranks") as said:
+        for _ in range(2):
+            inputs = [Tensor(array[: 3 + RANK]) for array in batch(RANK)]
+            grads = tuple(grad * scale for grad in ops.grad(forward, None, optimizer.parameters)(*inputs))
+            if mean is not None:
+                grads = nn.DistributedGradReducer(optimizer.parameters, mean)(grads)
+            accumulator(grads, 3 + RANK, reduction="mean" if parallel == "auto" else "sum")
+    assert len(said) == (not is_own)
+    assert all("have begun with the same gradients" in text and "DistributedGradReducer" in text for text in said)
 
 
-def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
-    said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
-    for report in two:
-        (sentence,) = report["not finite data parallel"]
-        assert sentence.startswith(f"{said}for the parameter '0.weight': this window makes no update")
-        (sentence,) = report["not finite level2"]
-        assert sentence.startswith(said)
+class ReducingSGD(nn.SGD):
+    """An optimizer for a step that reduces nothing."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.all_reduce = ops.AllReduce()
+
+    def construct(self, grads):
+        return super().construct(tuple(self.all_reduce(grad) / 2 for grad in grads))
 
 
-def test_averages_that_one_rank_alone_has_are_told_before_the_first_update(two):
-    for report in two:
-        assert report["errors averages alone"] == [apart("averages (EMA)")]
-        assert report["averages alone"], "the weights have moved"
+def all_reduced(grad):
+    return ALL_REDUCE(grad) / 2
 
 
-def test_ranks_that_are_one_message_apart_get_one_sentence_and_can_go_on(two):
-    for report in two:
-        found = dict(report["apart by a message"])
-        assert found.pop("data parallel: trains") and found.pop("level2: trains")
-        # Each call against the next one.
-        assert len(found) == 4 + 5
-        for key, said in found.items():
-            what = key.partition(": ")[2]
-            assert f"the ranks made different calls: {what}. " in said
+def doubled(grad):
+    return grad * 2
+
+
+ALL_REDUCE = ops.AllReduce()
+# Two steps are built.
+REDUCED = {
+    "optimizer": (ReducingSGD, None, ["the optimizer calls AllReduce"] * 2),
+    "hook": (nn.SGD, all_reduced, ["the hook of a parameter calls AllReduce"]),
+    "nothing": (nn.SGD, doubled, []),
+}
+
+
+@on_ranks(2, cases=REDUCED)
+def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(kind, hook, parts):
+    """In a loop whose optimizer is prepared, and has been in another loop before."""
+    network = build_network()
+    optimizer = kind(network.trainable_params())
+    if hook is not None:
+        network[0].weight.register_hook(hook)
+    with told("ranks") as said:
+        for _ in range(2):
+            accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+            accumulator.prepare(optimizer)
+        accumulator.backward(*own_share(0))
+        optimizer.step()
+    assert len(said) == len(parts) and all(part in text for part, text in zip(parts, said))
+
+
+# Ends of a training, and messages.
+
+
+class Stops(ms.Callback):
+    """Stops rank 1 alone, after its first pass."""
+
+    def on_train_epoch_end(self, run_context):
+        if RANK:
+            run_context.request_stop()
+
+
+@on_ranks(2)
+def test_all_ranks_stop_after_the_pass_after_which_one_stops():
+    network = build_network()
+    model = Model(network, nn.MSELoss(), sgd(network))
+    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+    with told("only ranks [1] have called request_stop()") as said:
+        model.train(3, data, callbacks=[Stops()], dataset_sink_mode=False)
+    batches = max(everyone(-(-len(uneven_data(RANK)[0]) // 2)))
+    assert_same(weights_of(network))
+    assert len(said) == 1 and model.train_network.events.updates == batches
+
+
+class AsksForExit(ms.Callback):
+    """Asks this rank to exit, in the fourth step on rank 0 and in the fifth one on rank 1, and counts the steps."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.steps = Path(path), 0
+
+    def on_train_step_begin(self, run_context):
+        self.steps = run_context.original_args().cur_step_num
+        if self.steps == 4 + RANK:
+            self.path.write_text('{"GracefulExit": 1}')
+
+
+@on_ranks(2)
+def test_ranks_that_are_asked_to_exit_do_so_in_the_step_in_which_all_are():
+    """Three passes of three steps, in the last of which only rank 0 has a batch."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with mock.patch.dict(os.environ, MS_ENABLE_GRACEFUL_EXIT="1"), TemporaryDirectory() as folder:
+        network, path = build_network(), f"{folder}/exit.json"
+        model = Model(network, nn.MSELoss(), sgd(network))
+        asks, exits = AsksForExit(path), OnRequestExit(False, False, config_file=path)
+        data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+        model.train(3, data, callbacks=[asks, exits])
+    signal.signal(signal.SIGTERM, handler)
+    assert_same(weights_of(network))
+    assert (asks.steps, model.train_network.events.updates) == (5, 5)
+
+
+@on_ranks(2, cases=[("data parallel", " for the parameter '0.weight': this window makes no update"), ("level2", "")])
+def test_a_skipped_window_names_the_parameter_once_on_all_ranks(kind, place):
+    """The rows of rank 1 have a NaN, in a parameter of which each rank keeps a shard."""
+    _, step = build_step("Momentum", parallel=KINDS[kind])
+    with told("norm") as said:
+        for number in range(3):
+            x, y = share(batch(number), RANK, 2)
+            x[0, 0] = np.nan if RANK else x[0, 0]
+            step(Tensor(x), Tensor(y))
+    (sentence,) = said
+    what = f"the gradient of a window must have a finite norm, but got an Inf or a NaN{place}"
+    assert sentence.startswith(f"For 'TrainOneStepCell', {what}")
+
+
+@on_ranks(2, cases=APART)
+def test_ranks_that_are_one_message_apart_get_one_sentence_and_can_go_on(kind):
+    """Each call against the next one; then the ranks do the same again."""
+    with TemporaryDirectory() as folder:
+        _, step = build_step("Momentum", accumulation_steps=2, parallel=KINDS[kind])
+        calls = {
+            "saves a state": lambda: save_state(step, folder),
+            "loads a state": lambda: load_state(step, folder),
+            "flushes its window": step.flush,
+            "builds a training step": build_step,
+        }
+        if kind == "level2":
+            calls["begins a batch"] = lambda: step(*own_share(0))
+        for pair in itertools.pairwise([*calls, "saves a state"]):
+            sentence = f"the ranks made different calls: rank 0 {pair[0]} and rank 1 {pair[1]}. "
+            with pytest.raises(RuntimeError) as error:
+                calls[pair[RANK]]()
+            assert sentence in str(error.value)
+        output = [step(*own_share(number)) for number in range(2)][-1]
+        assert output.is_updated

@@ -1,30 +1,73 @@
 """Reports of several processes: what is measured changes nothing, and one rank writes."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
+import mindspore as ms
 import numpy as np
-import pytest
+from mindspore import nn
+from mindspore.dataset import NumpySlicesDataset
+from open_window import buffer_of
+from ranks import RANK, assert_same, folder, on_ranks
+from scenarios import build_network, fingerprint, uneven_data
 
-PART, SIZES = "report_worker", (2,)
-KINDS = ["data parallel", "each batch", "level1, compiled"]
+from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar
 
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_measured_changes_no_bit(name, two):
-    for report in two:
-        assert report[name]["observed"] == report[name]["plain"]
-    assert two[0][name]["observed"][0] == two[1][name]["observed"][0]
+PART, SIZES = "test_report", (2,)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_rank_0_writes_each_update_also_those_that_another_rank_ends(name, two, root):
-    lines = [json.loads(line) for line in (root / "of2" / PART / f"{name}.jsonl").read_text().splitlines()]
-    # Of three batches on rank 0 and two on rank 1 the third is a window of its own.
+class Updates(ms.train.Callback):
+    """Notes the number of each update that this rank is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def on_update_end(self, event):
+        self.numbers.append(event.updates)
+
+
+def train(kind, callbacks, check_loss):
+    """Rank 0 has three batches of two rows, the other two, and two make an update."""
+    network = build_network()
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    settings = {"parallel": kind, "check_loss": check_loss}
+    model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, **settings)
+    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+    model.train(1, data, callbacks=callbacks)
+    # This rank's part, past the stand-ins that checkpoints see.
+    kept = [*optimizer.moment1, *optimizer.moment2, *buffer_of(model.train_network).get_parameters()]
+    return network, fingerprint(network), fingerprint(kept)
+
+
+def check(name, kind, check_loss):
+    path, updates, printed = folder() / f"{name}.jsonl", Updates(), StringIO()
+    with redirect_stdout(printed):
+        network, *observed = train(
+            kind, [MetricsLogger(path, weight_norm=True), updates, ProgressBar(live=False)], check_loss
+        )
+    _, *plain = train(kind, [], check_loss)
+    assert_same(observed[0])
+    assert observed == plain
+    # Of three batches on rank 0 and two on rank 1 the third is a window of its own: rank 0 ends it, and both are told.
+    assert updates.numbers == [1, 2]
+    if RANK:
+        assert printed.getvalue() == ""
+        return
+    assert "2 updates" in printed.getvalue()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
-    assert [report[name]["updates"] for report in two] == [[1, 2]] * 2
-    np.testing.assert_allclose(lines[-1]["weight_norm"], two[0][name]["norm"], 1e-6)
+    squares = [np.square(weight.asnumpy().astype("float64")).sum() for weight in network.trainable_params()]
+    np.testing.assert_allclose(lines[-1]["weight_norm"], np.sqrt(sum(squares)), 1e-6)
 
 
-def test_rank_0_alone_shows_progress(two):
-    for name in KINDS:
-        assert "2 updates" in two[0][name]["printed"] and two[1][name]["printed"] == ""
+@on_ranks(2, cases=[False, True])
+def test_what_is_measured_changes_no_bit_and_rank_0_alone_writes(syncs):
+    check(f"data parallel {syncs}", DataParallel(sync_each_batch=syncs), True)
+
+
+@on_ranks(2, compiled=True)
+def test_compiled_it_changes_none_either():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    check("compiled", HSDP(threshold=0), False)

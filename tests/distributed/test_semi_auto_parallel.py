@@ -1,6 +1,7 @@
 """Semi-auto-parallel without a GPU: what the compiler makes of our cells, and what that computes."""
 
 import pytest
+from semi_auto_contracts import REFUSED
 from semi_auto_worker import COUNTS, NUMBERS
 from simulation.cuda_stubs import why_not
 
@@ -35,9 +36,11 @@ def succeeded(result):
 @pytest.mark.parametrize("size, name", _NUMBERS)
 def test_weights_are_those_of_one_process_on_the_whole_batch(reports, size, name):
     for report in reports[size]:
-        result = succeeded(report["numbers"][name])
-        assert result["difference"] < 2e-7
-        assert result["moved"] > 1e-2
+        result, variant = succeeded(report["numbers"][name]), NUMBERS[size][name]
+        # Adam divides gradients that are near zero, and their rounding, by their size.
+        is_rounded = variant.dp and variant.optimizer == "adam"
+        assert result["difference"] < (2e-6 if is_rounded else 2e-7)
+        assert result["moved"] > 5e-3
         # The window is over: its sums are cleared.
         assert result["sums"] == 0
 
@@ -52,6 +55,15 @@ def test_report_is_that_of_the_whole_batch_on_all_ranks(reports, size, name):
             variant = NUMBERS[size][name]
             assert (overflow, updated, scale) == (0, 1, variant.loss_scale or 1)
             assert weight == 64 if not variant.weighted else weight in (128, 108)
+
+
+@pytest.mark.parametrize("name", [name for name, variant in NUMBERS[4].items() if variant.mp > 1])
+def test_operators_are_sharded(reports, name):
+    """Else the others would compare a data parallel program."""
+    for report in reports[4]:
+        result = succeeded(report["numbers"][name])
+        sent = result["purposes"]["AllReduce of forward of a sharded operator"]
+        assert sent >= NUMBERS[4][name].micro_size and result["parts"] > 0
 
 
 def test_overflow_leaves_everything_as_it_was(reports):
@@ -117,30 +129,7 @@ def test_evaluation_compiles_after_training(reports):
     assert ways["evaluated"] == "nothing"
 
 
-@pytest.mark.parametrize(
-    "setting, words",
-    [
-        ("pipeline", "in one pipeline stage, but got 2 pipeline stages"),
-        ("gradients_mean", "without gradients_mean"),
-        ("late", "without gradients_mean"),
-        ("loss_repeated_mean", "with loss_repeated_mean"),
-        ("accumulation_steps", "1 in semi-auto-parallel, but got 2"),
-        ("clip", "one limit for all parameters in semi-auto-parallel, but got ClipByGroupNorm"),
-        ("reduce_dtype", "one with float32 messages in semi-auto-parallel, but got reduce_dtype=Float16"),
-        ("bad_micro_batch", "'skip_window' in semi-auto-parallel, but got 'drop'"),
-        ("rule in Python", "must be compilable, but got a DynamicLossScaleManager"),
-        ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
-        ("cast first", "in semi-auto-parallel, but got a cast to 16 bits"),
-        (
-            "part",
-            "all trainable parameters in semi-auto-parallel, but got 2 parameters without it, first 'first.weight'",
-        ),
-        ("rows", "must divide the 64 rows of the batch of all devices"),
-        ("larger graph", "compiled as the outermost cell"),
-        ("around", "AutoParallel around it all"),
-        ("Model around", "AutoParallel around a TrainOneStepCell"),
-    ],
-)
-def test_what_would_go_wrong_is_refused(reports, setting, words):
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_would_go_wrong_is_refused(reports, setting):
     (said,) = [found[setting] for report in reports[2] if setting in (found := succeeded(report["refusals"]))]
-    assert said.startswith("For '") and words in said
+    assert said.startswith("For '") and REFUSED[setting][1] in said

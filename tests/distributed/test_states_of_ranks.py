@@ -1,121 +1,236 @@
 """States of several processes: nothing is lost where one of them fails, and their number may change."""
 
+import errno
 import json
+import os
+import signal
 
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor, nn, train
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.parallel.auto_parallel import AutoParallel
 from open_window import buffer_of
+from ranks import RANK, SIZE, assert_same, everyone, on_ranks, states
+from refusal import refuses
 from safetensors.numpy import load_file
-from scenarios import KINDS, build_step, train_batches, weights_of, whole_batches
-from state_scenarios import FIRST, LAST, MOVES
+from scenarios import (
+    KINDS,
+    build_network,
+    build_step,
+    fingerprint,
+    train_batches,
+    uneven_data,
+    weights_of,
+    whole_batches,
+)
 
-from ms_gradaccum import load_state
+from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum.checkpoint import files
+from ms_gradaccum.checkpoint.contents import Contents
+from ms_gradaccum.parallel import factory
 
-PART, SIZES = "state_worker", (2, 4)
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return whole_batches("Adam", ((0, 1), (2, 3), (4, 5)))
-
-
-def assert_same(weights, expected):
-    np.testing.assert_allclose(weights, expected, 1e-5, 1e-6)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_as_many_ranks_go_on_bit_for_bit(name, two, expected):
-    for report in two:
-        assert report[name]["bits"][0] == report[name]["bits"][1]
-        assert_same(report[name]["weights"], expected)
+PART, SIZES = "test_states_of_ranks", (2, 4)
+# Batches before the state is saved, in the middle of a window of two, and after it.
+FIRST, LAST = range(3), range(3, 6)
 
 
-@pytest.mark.parametrize("source,name", MOVES)
-def test_twice_as_many_ranks_go_on(source, name, four, expected):
-    for report in four:
-        assert_same(report[f"{source} to {name}"], expected)
+def new_step(kind):
+    return build_step(accumulation_steps=2, parallel=kind)
+
+
+def bits(step):
+    """A hash of all that this rank holds."""
+    return fingerprint(
+        [*step.network.get_parameters(), *step.optimizer.get_parameters(), *buffer_of(step).all_totals()]
+    )
+
+
+def check_weights(network):
+    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", ((0, 1), (2, 3), (4, 5))), 1e-5, 1e-6)
+
+
+def go_on_bit_for_bit(name):
+    """Save in mid-window, go on, and do the same from the state."""
+    network, step = new_step(KINDS[name])
+    train_batches(step, FIRST, RANK, SIZE)
+    save_state(step, states() / f"{name} {SIZE}")
+    train_batches(step, LAST, RANK, SIZE)
+    fresh, its_step = new_step(KINDS[name])
+    load_state(its_step, states() / f"{name} {SIZE}")
+    train_batches(its_step, LAST, RANK, SIZE)
+    assert bits(step) == bits(its_step)
+    check_weights(network)
+
+
+test_as_many_ranks_go_on_bit_for_bit = on_ranks(2, cases=KINDS.keys())(go_on_bit_for_bit)
+test_four_go_on_bit_for_bit = on_ranks(4, cases=["data parallel"])(go_on_bit_for_bit)
+
+
+@on_ranks(4, cases=[*zip(KINDS, KINDS), ("data parallel", "level2"), ("level2", "data parallel")])
+def test_twice_as_many_ranks_go_on(source, name):
+    network, step = new_step(KINDS[name])
+    load_state(step, states() / f"{source} 2")
+    train_batches(step, LAST, RANK, SIZE)
+    check_weights(network)
 
 
 @pytest.mark.parametrize("state", [f"{name} 2" for name in KINDS] + ["data parallel 4"])
-def test_one_process_goes_on(state, two, four, states, expected, eager):
+def test_one_process_goes_on(state, two, four, request, eager):
     network, step = build_step(accumulation_steps=2)
-    load_state(step, states / state)
+    load_state(step, request.getfixturevalue("states") / state)
     assert step.open_batches() == 1
-    assert abs(buffer_of(step).weight.asnumpy() - 12) < 1e-6  # the rows of both ranks
+    assert abs(buffer_of(step).weight.asnumpy() - 12) < 1e-6  # The rows of all ranks.
     train_batches(step, LAST)
-    assert_same(weights_of(network), expected)
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    check_weights(network)
 
 
-def test_without_the_open_window_the_weights_would_be_others(two, states, expected, eager):
-    network, step = build_step(accumulation_steps=2)
-    load_state(step, states / "data parallel 2")
-    step.drop()
-    train_batches(step, [FIRST[-1], *LAST][1:])
-    assert np.abs(np.array(weights_of(network)) - expected).max() > 1e-3
-
-
-def test_what_a_rank_has_for_itself_stays_its_own(two):
-    means = [report["statistics"] for report in two]
-    assert means[0][0] == means[0][1] and means[1][0] == means[1][1]
-    assert means[0][0] != means[1][0]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(rank, two):
-    for report in two:
-        error, left, unchanged, name = report[f"full {rank}"]
-        assert error.startswith("OSError: ") and "No space left on device" in error
-        assert "Earlier states are intact." in error
-        # Rank 0 clears up, while the other one may look.
-        assert [each for each in left if report is two[0] or not each.startswith(".")] == ["state-000001"]
-        assert unchanged and name == "state-000002"
-
-
-def test_ranks_that_have_parted_save_nothing(two):
-    for report in two:
-        assert "different values of '0.weight'." in report["differing_ranks"]
-    # Rank 0 clears up, while the other one may look.
-    assert two[0]["differing_ranks left"] == []
-
-
-def test_a_damaged_file_of_one_rank_is_refused_by_all(two):
-    for report in two:
-        error, unchanged = report["damaged"]
-        assert "rank_1/parameters-00000.safetensors has another checksum" in error
-        assert "Give the folder of the state before it" in error and "state-000001." in error
-        assert unchanged
-
-
-def test_a_signal_to_one_rank_ends_all_after_the_same_window(two):
-    for report in two:
-        code, states, straight, resumed = report["signalled"]
-        assert code == 143
-        # After steps 3, the end of a pass, and 4; after step 2 only one rank has a batch left.
-        assert states == ["state-000001", "state-000002"]
-        assert resumed == straight
-    assert two[0]["signalled"][2] == two[1]["signalled"][2]
-
-
-def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it(two):
-    for rank, report in enumerate(two):
-        found = report["partitioned"]
-        assert found["files"] == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
-        assert found["values"][0] == found["values"][1] == found["values"][2]
-        assert found["left over"] == []
-        assert rank == 0 or found["values"] != two[0]["partitioned"]["values"]
-
-
-def test_the_manifest_holds_each_rank(two, states):
-    state = states / "data parallel 2" / "state-000001"
+def test_the_manifest_holds_each_rank_and_its_window(two, request, eager):
+    state = request.getfixturevalue("states") / "data parallel 2" / "state-000001"
     manifest = json.loads((state / "manifest.json").read_text())
-    assert len(manifest["ranks"]) == 2
     assert [rank["windows"][0]["batches"] for rank in manifest["ranks"]] == [1, 1]
-    assert sorted(manifest["files"]) == [
-        "parameters-00000.safetensors",
-        "rank_0/parameters-00000.safetensors",
-        "rank_1/parameters-00000.safetensors",
-    ]
-    weights = [load_file(state / f"rank_{rank}" / "parameters-00000.safetensors") for rank in (0, 1)]
-    assert [float(sums["accu_grads.0.weight.window_weight"]) for sums in weights] == [7.0, 5.0]
+    names = [f"{folder}parameters-00000.safetensors" for folder in ("", "rank_0/", "rank_1/")]
+    assert sorted(manifest["files"]) == names
+    weights = [load_file(state / name)["accu_grads.0.weight.window_weight"] for name in names[1:]]
+    assert [float(weight) for weight in weights] == [7.0, 5.0]
+    # Without the open window the weights would be others.
+    network, step = build_step(accumulation_steps=2)
+    load_state(step, state.parent)
+    step.drop()
+    train_batches(step, LAST)
+    assert np.abs(np.subtract(weights_of(network), whole_batches("Adam", ((0, 1), (2, 3), (4, 5))))).max() > 1e-3
+
+
+@on_ranks(2)
+def test_what_a_rank_has_for_itself_stays_its_own():
+    """The normalisation's statistics are of each rank's own rows."""
+
+    def build():
+        network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3))
+        ms.set_seed(1)
+        loss_cell = nn.WithLossCell(network, nn.MSELoss())
+        return network, TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9)).set_train()
+
+    network, step = build()
+    train_batches(step, FIRST, RANK, SIZE)
+    save_state(step, states() / "statistics")
+    fresh, its_step = build()
+    load_state(its_step, states() / "statistics")
+    mean = network[1].moving_mean.asnumpy().tolist()
+    first, second = everyone(mean)
+    assert mean == fresh[1].moving_mean.asnumpy().tolist() and first != second
+
+
+@on_ranks(2, cases=[("data parallel", 1, 0), ("level1", 0, 3)])
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_rank, files_before):
+    """One rank cannot write, after some files; the next attempt is whole."""
+    _, step = new_step(KINDS[name])
+    place = states() / f"full {name} {bad_rank}"
+    save_state(step, place)
+    train_batches(step, FIRST, RANK, SIZE)
+    write, chunk, written = files._write, files.CHUNK, []
+
+    def fail(path, data):
+        written.append(path)
+        if RANK == bad_rank and len(written) > files_before:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    files._write, files.CHUNK = fail, 1
+    before = bits(step)
+    try:
+        with refuses(OSError, "No space left on device", "Earlier states are intact."):
+            save_state(step, place)
+    finally:
+        files._write, files.CHUNK = write, chunk
+    left = sorted(path.name for path in place.iterdir() if path.name != files.LOCK)
+    saved = save_state(step, place)
+    # Rank 0 clears up, while the other one may look.
+    assert [each for each in left if RANK == 0 or not each.startswith(".")] == ["state-000001"]
+    assert before == bits(step) and saved.path.name == "state-000002"
+
+
+@on_ranks(2)
+def test_ranks_that_have_parted_save_nothing():
+    network, step = new_step(DataParallel())
+    train_batches(step, FIRST, RANK, SIZE)
+    if RANK == 1:
+        network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
+    with refuses(Exception, "different values of '0.weight'."):
+        save_state(step, states() / "parted")
+    # Rank 0 clears up, while the other one may look.
+    assert RANK or list((states() / "parted").glob("state-*")) == []
+
+
+@on_ranks(2)
+def test_a_damaged_file_of_one_rank_is_refused_by_all():
+    """One byte of one rank's sums is another one."""
+    _, step = new_step(DataParallel())
+    train_batches(step, FIRST, RANK, SIZE)
+    saved = [save_state(step, states() / "damaged") for _ in range(2)][-1]
+    if RANK == 0:
+        path = saved.path / "rank_1" / "parameters-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    train_batches(step, LAST, RANK, SIZE)  # Both wait for that, and have other numbers than the state.
+    before = bits(step), Contents(step).state_dict()
+    checksum = "rank_1/parameters-00000.safetensors has another checksum"
+    with refuses(Exception, checksum, "Give the folder of the state before it", "state-000001."):
+        load_state(step, states() / "damaged")
+    assert before == (bits(step), Contents(step).state_dict())
+
+
+class Signal(train.Callback):
+    def on_train_step_end(self, run_context):
+        if RANK == 1 and run_context.original_args().cur_step_num == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_model(name, *callbacks):
+    """Rank 0 has three batches in each pass, the other two; a callback changes the rate in each step."""
+    network = build_network()
+    model = Model(network, nn.MSELoss(), nn.Adam(network.trainable_params(), 0.01))
+    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+    rate = train.LearningRateScheduler(lambda _, step: 0.001 * (1 + step % 7))
+    checkpoint = StateCheckpoint(states() / name, save_checkpoint_steps=2, keep_checkpoint_max=9)
+    model.train(3, data, callbacks=[checkpoint, rate, *callbacks], resume=True)
+    return fingerprint(network)
+
+
+@on_ranks(2)
+def test_a_signal_to_one_rank_ends_all_after_the_same_window():
+    straight = train_model("straight")
+    with pytest.raises(SystemExit) as end:
+        train_model("signalled", Signal())
+    saved = sorted(path.name for path in (states() / "signalled").glob("state-*"))
+    resumed = train_model("signalled")
+    assert_same(straight)
+    assert end.value.code == 143 and resumed == straight
+    # After steps 3, the end of a pass, and 4; after step 2 only one rank has a batch left.
+    assert saved == ["state-000001", "state-000002"]
+
+
+@on_ranks(2)
+def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it():
+    """Each rank has a part of everything."""
+    factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
+    try:
+        network = build_network()
+        cell = AutoParallel(nn.WithLossCell(network, nn.MSELoss()))
+        step = TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
+    finally:
+        factory.is_semi_auto = is_semi_auto
+    mine = network.trainable_params()[0]
+    values = mine.asnumpy() + RANK
+    mine.set_data(Tensor(values))
+    saved = save_state(step, states() / "partitioned")
+    path = saved.path / f"rank_{RANK}" / "parameters-00000.safetensors"
+    by_mindspore = ms.load_checkpoint(str(path), format="safetensors")
+    mine.set_data(Tensor(values * 0))
+    load_state(step, states() / "partitioned")
+    found = sorted(str(path.relative_to(saved.path)) for path in saved.path.rglob("*.safetensors"))
+    assert found == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
+    assert (mine.asnumpy() == values).all() and (by_mindspore[mine.name].asnumpy() == values).all()
+    assert list(ms.load_param_into_net(build_network(), by_mindspore)[0]) == []

@@ -1,45 +1,200 @@
-"""Windows whose ranks have other numbers of tokens or rows: means over all of them, as of one whole batch."""
+"""Windows whose ranks have other numbers of tokens, rows or micro batches: means over all, as of one whole batch."""
 
 import numpy as np
-import pytest
-from token_scenarios import LEARNING_RATE, ROWS, START, TOKENS, row_gradients, token_gradients
+from mindspore import Parameter, Tensor, nn
+from ranks import RANK, assert_same, everyone, on_ranks, told
+from refusal import refuses
+from scenarios import KINDS
 
-PART, SIZES = "token_worker", (2,)
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
+
+PART, SIZES = "test_tokens_of_ranks", (2,)
+PADDING, CLASSES, RATE = -100, 4, 0.3
+# The tokens of each row, by rank and batch. A batch of rank 0 has none.
+TOKENS = [[[5, 1, 3], [0, 0, 0]], [[2, 4, 1], [5, 2, 3]]]
+START = np.random.default_rng(1).normal(size=(CLASSES, 3)).astype(np.float32)
 
 
-def by_rank(gradients):
-    """The gradients of each rank's window."""
-    return [np.concatenate([gradients(rank, number) for number in range(2)]) for rank in range(2)]
+def rows_of(lengths, seed, longest):
+    """Inputs and labels of rows of so many tokens."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(len(lengths), longest, 3)).astype(np.float32)
+    labels = rng.integers(0, CLASSES, size=x.shape[:2]).astype(np.int32)
+    labels[np.arange(longest) >= np.array(lengths)[:, None]] = PADDING
+    return x, labels
 
 
-@pytest.mark.parametrize("name", ["by number", "by the network"])
-def test_a_mean_over_tokens_is_one_over_those_of_all_ranks(name, two):
-    ranks = by_rank(token_gradients)
-    expected = START - LEARNING_RATE * np.concatenate(ranks).mean(0)
-    for report in two:
-        weights, tokens = report[name]
-        np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
-        assert tokens == np.sum(TOKENS)
+def token_batch(rank, number):
+    return rows_of(TOKENS[rank][number], 10 * rank + number, 5)
+
+
+def by_hand(*batches):
+    """The gradient and the loss of each token of these batches, in float64."""
+    x = np.concatenate([x[labels != PADDING] for x, labels in batches]).astype(np.float64)
+    labels = np.concatenate([labels[labels != PADDING] for _, labels in batches])
+    exponents = np.exp(x @ START.T.astype(np.float64))
+    shares = exponents / exponents.sum(1, keepdims=True)
+    one_hot = np.eye(CLASSES)[labels]
+    return (shares - one_hot)[:, :, None] * x[:, None], -np.log((shares * one_hot).sum(1))
+
+
+class TokenMean(nn.Cell):
+    """A mean over tokens, NaN without any, alone or with the number of tokens."""
+
+    def __init__(self, returns_tokens):
+        super().__init__()
+        self.network = nn.Dense(3, CLASSES, weight_init=Tensor(START), has_bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=PADDING)
+        self.returns_tokens = returns_tokens
+
+    def construct(self, x, y):
+        mean = self.loss(self.network(x).reshape(-1, CLASSES), y.reshape(-1))
+        return (mean, (y != PADDING).sum()) if self.returns_tokens else mean
+
+
+@on_ranks(2, cases=["loop", "network"])
+def test_a_mean_over_tokens_is_one_over_those_of_all_ranks(who_counts):
+    cell = TokenMean(returns_tokens=who_counts == "network")
+    optimizer = nn.SGD(cell.trainable_params(), RATE)
+    batches = [[Tensor(each) for each in token_batch(RANK, number)] for number in range(2)]
+    if who_counts == "loop":
+        accumulator = Accumulator(cell, optimizer, 2)
+        for lengths, (x, y) in zip(TOKENS[RANK], batches):
+            accumulator.backward(x, y, weight=sum(lengths))
+            output = accumulator.step()
+    else:
+        network = GradAccumulation(cell, 3, weighted="mean")
+        step = TrainOneStepCell(network, optimizer, accumulation_steps=2, check_loss=False)
+        output = [step(*each) for each in batches][-1]
+    ranks = [by_hand(*(token_batch(rank, number) for number in range(2)))[0] for rank in range(2)]
+    expected = START - RATE * np.concatenate(ranks).mean(0)
+    np.testing.assert_allclose(cell.network.weight.asnumpy(), expected, rtol=1e-5, atol=1e-6)
+    assert float(output.weight) == np.sum(TOKENS)
     # The known wrong answer: each rank counts alike.
-    alike = START - LEARNING_RATE * np.mean([each.mean(0) for each in ranks], 0)
+    alike = START - RATE * np.mean([each.mean(0) for each in ranks], 0)
     assert np.abs(alike - expected).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["prepared", "given"])
-def test_gradients_of_uneven_rows_count_by_their_rows(name, two):
-    ranks = by_rank(row_gradients)
-    expected = -0.5 * np.concatenate(ranks).mean()
-    for report in two:
-        weight, said = report[name]
-        np.testing.assert_allclose(weight, [expected], rtol=1e-5)
-        assert said == []
-    # The known wrong answers: each rank counts alike, and each batch.
-    alike = [np.mean([each.mean() for each in ranks])]
-    alike.append(np.mean([row_gradients(rank, number).mean() for rank in range(2) for number in range(2)]))
-    assert sum(ROWS[0]) != sum(ROWS[1]) and np.abs(-0.5 * np.array(alike) - expected).min() > 1e-2
+# The rows of each batch, by rank, for gradients that a loop gives.
+ROWS = [[3, 1], [2, 5]]
 
 
-def test_gradients_whose_rows_nobody_knows_are_said_once_on_each_rank(two):
-    for report in two:
-        _, said = report["unprepared"]
+def row_batch(rank, number):
+    """The rows of a batch, for the loss (weight * x - 2 * x)^2 with the weight 0, whose gradient is -4 x^2."""
+    begin = 1 + sum(ROWS[0]) * rank + sum(ROWS[rank][:number])
+    return np.arange(begin, begin + ROWS[rank][number], dtype=np.float32) / 10
+
+
+@on_ranks(2, cases=["dataset", "loop", "nobody"])
+def test_gradients_of_uneven_rows_count_by_their_rows_if_anybody_knows_these(who_knows):
+    weight = Parameter(Tensor([0.0]), "weight")
+    network = nn.Cell()
+    network.weight = weight
+    accumulator = Accumulator(network, nn.SGD([weight], 0.5), 2)
+    batches = [(row_batch(RANK, number),) for number in range(2)]
+    with told("need a weight") as said:
+        for (x,) in accumulator.prepare(batches) if who_knows == "dataset" else batches:
+            gradient = (2 * x * (x * weight.asnumpy() - 2 * x)).mean(keepdims=True)
+            accumulator((Tensor(gradient),), weight=len(x) if who_knows == "loop" else None)
+    if who_knows == "nobody":
         assert len(said) == 1 and "all batches and ranks count alike" in said[0]
+        return
+    parts = [[-4 * np.square(row_batch(rank, number).astype(np.float64)) for number in range(2)] for rank in range(2)]
+    ranks = [np.concatenate(each) for each in parts]
+    expected = -0.5 * np.concatenate(ranks).mean()
+    np.testing.assert_allclose(weight.asnumpy(), [expected], rtol=1e-5)
+    assert said == []
+    # The known wrong answers: each rank counts alike, and each batch.
+    alike = [np.mean([each.mean() for each in ranks]), np.mean([part.mean() for each in parts for part in each])]
+    assert np.abs(-0.5 * np.array(alike) - expected).min() > 1e-2
+
+
+# Micro batches of so many tokens at most: 3 on rank 0 and 5 on rank 1.
+LIMIT, LONGEST = 48, 40
+LENGTHS = [[16, 9, 33, 20], [40, 33, 24, 17, 8, 2]]
+
+
+def long_batch(rank):
+    return rows_of(LENGTHS[rank], rank, LONGEST)
+
+
+def build(network, kind, *args, **settings):
+    accumulation = GradAccumulation(TokenMeanLoss(network), *args, **settings)
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    return TrainOneStepCell(accumulation, optimizer, parallel=kind, check_loss=False)
+
+
+def labels_of(x, labels):
+    return labels != PADDING
+
+
+def limited_step(kind):
+    network = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
+    return network, build(network, kind, micro_tokens=LIMIT, lengths=labels_of)
+
+
+def check_weights(weight):
+    grads, losses = by_hand(long_batch(0), long_batch(1))
+    np.testing.assert_allclose(weight.asnumpy(), START - RATE * grads.mean(0), rtol=0, atol=1e-6)
+    return grads, losses
+
+
+@on_ranks(2, cases=KINDS)
+def test_ranks_with_other_numbers_of_micro_batches_train_as_one_batch(kind):
+    network, step = limited_step(kind)
+    inputs = [Tensor(each) for each in long_batch(RANK)]
+    assert everyone(len(step.network.split(*inputs).micro_batches)) == [3, 5]
+    output = step(*inputs)
+    grads, losses = check_weights(network.weight)
+    np.testing.assert_allclose(output.loss.asnumpy(), losses.mean(), rtol=1e-6)
+    assert float(output.weight) == len(losses) == np.concatenate(LENGTHS).sum()
+    # The known wrong answer: each rank counts alike.
+    alike = np.mean([by_hand(long_batch(rank))[0].mean(0) for rank in range(2)], 0)
+    assert np.abs(alike - grads.mean(0)).max() > 1e-2
+
+
+@on_ranks(2, cases=["data parallel", "level2"])
+def test_a_row_that_is_too_long_on_one_rank_takes_no_other_rank_along(name):
+    network, step = limited_step(KINDS[name])
+    inputs = [Tensor(each) for each in rows_of([[5, 6], [60, 7]][RANK], RANK, [40, 60][RANK])]
+    if RANK:
+        with refuses(ValueError, "must be at least the length of each row"):
+            step(*inputs)
+    else:
+        step(*inputs)
+    output = step(*[Tensor(each) for each in long_batch(RANK)])
+    assert_same(network.weight.asnumpy().tolist())
+    assert float(output.weight) == np.concatenate(LENGTHS).sum()
+
+
+class Limited(nn.Cell):
+    """A network that lacks memory for more than two rows on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
+
+    def construct(self, x):
+        if RANK == 1 and x.shape[0] > 2:
+            raise RuntimeError("Allocate output memory failed, alloc node:BiasAdd")
+        return self.head(x)
+
+
+@on_ranks(2, cases=["data parallel", "level1", "level2"])
+def test_a_rank_that_runs_out_of_memory_splits_its_batch_for_itself(name):
+    """If each micro batch communicates, it is the error of that rank."""
+    network = Limited()
+    step = build(network, KINDS[name], "auto")
+    inputs = [Tensor(each) for each in long_batch(RANK)]
+    if name == "level2":
+        if RANK:
+            with refuses(RuntimeError, "Allocate output memory failed"):
+                step(*inputs)
+        else:
+            step(*inputs)
+        assert_same(network.head.weight.asnumpy().tolist())
+        assert step.network.micro_size == 1
+        return
+    step(*inputs)
+    assert step.network.micro_size == [1, 4][RANK]
+    check_weights(network.head.weight)

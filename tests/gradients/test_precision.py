@@ -14,7 +14,7 @@ from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
 from ms_gradaccum.backend import probes
-from ms_gradaccum.gradients import mixed_precision, network_precision
+from ms_gradaccum.gradients import mixed_precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
 
@@ -95,15 +95,6 @@ def test_the_loss_is_computed_in_float32(level, eager):
     loss_fn = Dtypes()
     _, output = train(level, loss_fn)
     assert loss_fn.seen == {ms.float32} and output.loss.dtype == ms.float32
-
-
-@pytest.mark.parametrize("level, dense, norm", [("O1", True, False), ("O2", True, False), ("O3", True, True)])
-def test_the_levels_convert_what_mindspores_do(level, dense, norm):
-    backbone = network_precision._converted("Model", Network(), mixed_precision.check_precision("Model", level))
-    x = Tensor(X).astype(ms.float16) if level != "O1" else Tensor(X)
-    assert (backbone.dense(x).dtype == ms.float16) == (level != "O1" and dense)
-    flags = [cell.get_flags() for _, cell in backbone.cells_and_names() if isinstance(cell, nn.LayerNorm)]
-    assert [bool(flag.get("fp16")) for flag in flags] == [norm] * len(flags)
 
 
 class OwnLoss(nn.Cell):
@@ -192,6 +183,24 @@ def test_a_network_that_mindspore_cannot_rewrite(eager, tmp_path, monkeypatch):
     TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
 
 
+def test_a_network_whose_class_is_in_a_function(eager, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Local(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Dense(2, 1)
+
+        def construct(self, x):
+            return self.dense(x).mean()
+
+    network = Local()
+    with refuses(ValueError, "'mixed_precision'", "Define the classes of the network outside of functions"):
+        TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
+    step = TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
+    assert np.isfinite(step(Tensor(np.ones((2, 2), np.float32))).item())
+
+
 def test_a_network_is_converted_once(eager):
     network = Network()
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
@@ -257,14 +266,6 @@ def test_a_dtype_may_be_given_by_its_name():
     for dtype in (ms.float32, None):
         with refuses(ValueError, "'dtype'"):
             MixedPrecision(dtype, "O1")
-
-
-def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
-    found = mixed_precision.combined("Model", None, "O2", MANAGER)
-    assert (found.level, found.loss_scale) == ("O2", MANAGER)
-    assert mixed_precision.combined("Model", MANAGER, "O0", None).level == "O0"
-    assert mixed_precision.combined("Model", None, "auto", None) == MixedPrecision(level="auto")
-    assert mixed_precision.combined("Model", None, "O0", None) is None
 
 
 def test_a_dict_of_dtypes_has_patterns():

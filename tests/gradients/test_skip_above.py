@@ -26,8 +26,6 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
-from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.gradients.norm_limit import check_skip_above
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.settings import check_step
 
@@ -280,12 +278,6 @@ def test_the_first_window_that_is_left_out_is_named():
     (text,) = told(step_of(skip_above=4.0), [1, 5, 6])
     assert "the norm 5 of a window is above skip_above=4.0: this window makes no update" in text
     assert told(step_of(skip_above=4.0), [1, 2]) == []
-
-
-@pytest.mark.usefixtures("eager")
-def test_the_ranks_send_nothing_for_it():
-    for skip_above in (4.0, NormSpike()):
-        assert NetworkCode(check_skip_above("Model", skip_above)).reductions() == []
 
 
 def test_a_spike_is_above_the_mean_and_needs_a_history():

@@ -4,18 +4,18 @@ import importlib
 import math
 import sys
 import types
-import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, batches, line, sgd, weight_of
+from linear_toy import Recorder, X, batches, line, mse, sgd, weight_of
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback
-from refusal import refuses
+from refusal import no_warning, refuses
+from stand_in import stand_in
 from step_probe import Around
 
-from ms_gradaccum import ClipByGlobalNorm, Model
+from ms_gradaccum import Model
 from ms_gradaccum.integrations.mindcv import create_trainer
 from ms_gradaccum.integrations.mindone import ModelLoss, train_step
 from ms_gradaccum.integrations.mindyolo import create_train_step_fn
@@ -34,16 +34,6 @@ TRAINER = {
 }
 
 
-def module(monkeypatch, name, **contents):
-    """Have a module of another project imported that has these names."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        path = ".".join(parts[:end])
-        if path not in sys.modules:
-            monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
-    vars(sys.modules[name]).update(contents)
-
-
 @pytest.fixture
 def mindformers(monkeypatch):
     """The integration, imported with a registry of mindformers' interface; ``legacy[0]`` is what its context says."""
@@ -56,8 +46,8 @@ def mindformers(monkeypatch):
             return register_class
 
     kinds = types.SimpleNamespace(WRAPPER="wrapper")
-    module(monkeypatch, "mindformers.tools.register", MindFormerRegister=Register, MindFormerModuleType=kinds)
-    module(monkeypatch, "mindformers.core.context.build_context", is_legacy_model=lambda: legacy[0])
+    stand_in(monkeypatch, "mindformers.tools.register", MindFormerRegister=Register, MindFormerModuleType=kinds)
+    stand_in(monkeypatch, "mindformers.core.context.build_context", is_legacy_model=lambda: legacy[0])
     monkeypatch.delitem(sys.modules, "ms_gradaccum.integrations.mindformers", raising=False)
     importlib.import_module("ms_gradaccum.integrations.mindformers")
     yield types.SimpleNamespace(legacy=legacy, step=registered["wrapper", "AccumulatedStep"])
@@ -69,22 +59,13 @@ def mindcv(monkeypatch):
     """The parts of mindcv that the integration uses: its conversion, which notes its arguments, and its loss cell."""
     asked = []
     converting = {"auto_mixed_precision": lambda network, *how: asked.append((network, *how))}
-    module(monkeypatch, "mindcv.utils.amp", **converting)
-    module(
+    stand_in(monkeypatch, "mindcv.utils.amp", **converting)
+    stand_in(
         monkeypatch,
         "mindcv.utils.trainer_factory",
         add_loss_network=lambda network, loss, level: nn.WithLossCell(network, loss),
     )
     return asked
-
-
-class Seen(Callback):
-    def __init__(self):
-        super().__init__()
-        self.outputs = []
-
-    def on_train_step_end(self, run_context):
-        self.outputs.append(run_context.original_args().net_outputs)
 
 
 class Pair(nn.Cell):
@@ -117,14 +98,15 @@ class Terms(nn.Cell):
         return losses, 2 * losses, 3 * losses, 4 * losses
 
 
-def loss_cell(network):
-    return nn.WithLossCell(network, nn.MSELoss())
+def built(mindformers, **settings):
+    """The toy and a step of mindformers."""
+    network = line()
+    return network, mindformers.step(mse(network), sgd(network), micro_size=4, **settings)
 
 
 def test_a_step_of_mindformers_trains_like_the_whole_batch_and_its_monitors_read_it(mindformers, mode):
-    network = line()
-    step = mindformers.step(loss_cell(network), sgd(network), micro_size=4, **TRAINER)
-    seen = Seen()
+    network, step = built(mindformers, **TRAINER)
+    seen = Recorder()
     ms.Model(step).train(1, batches(8), seen, dataset_sink_mode=False)
     assert weight_of(network) == pytest.approx(2.04)
     (output,) = seen.outputs
@@ -141,7 +123,7 @@ def test_a_step_of_mindformers_inside_a_larger_graph_is_read_too(mindformers, gr
     weights = network.trainable_params()
     optimizer = nn.SGD([{"params": weights, "lr": 0.02}] if groups else weights, 0.02)
     given = nn.DynamicLossScaleUpdateCell(1024, 4, 1000)
-    step = mindformers.step(loss_cell(network), optimizer, micro_size=4, scale_sense=given)
+    step = mindformers.step(mse(network), optimizer, micro_size=4, scale_sense=given)
     graph = Around(step)
     first, second = [
         [float(item.asnumpy()) for item in graph(Tensor(x), Tensor(2 * X))] for x in (X, X * np.float32(np.inf))
@@ -151,12 +133,26 @@ def test_a_step_of_mindformers_inside_a_larger_graph_is_read_too(mindformers, gr
     assert weight_of(network) == pytest.approx(2.04)
 
 
-def test_a_step_of_mindformers_clips_the_mean_gradient(mindformers):
-    network = line()
-    step = mindformers.step(loss_cell(network), sgd(network), micro_size=4, use_clip_grad=True, max_grad_norm=60.0)
+def skips_above(threshold):
+    return TRAINER | {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": threshold}
+
+
+SCALES = [512, 512.0, Tensor(512.0), Tensor([512.0]), nn.FixedLossScaleUpdateCell(512), ms.amp.StaticLossScaler(512)]
+# The settings, the weight after a batch, and an item of the output: the scale or the norm.
+STEPS = [
+    ({"use_clip_grad": True, "max_grad_norm": 60.0}, 1.2, 4, 102),  # 0.9 if each micro batch were clipped
+    (skips_above(101.0), 0.0, 4, 102),
+    (skips_above(103.0), 2.04, 4, 102),
+    *(({"scale_sense": scale}, 2.04, 2, 512) for scale in SCALES),
+]
+
+
+@pytest.mark.parametrize("settings, weight, item, number", STEPS)
+def test_a_step_of_mindformers_obeys_its_settings(mindformers, settings, weight, item, number):
+    network, step = built(mindformers, **settings)
     output = step(*BATCH)
-    assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped
-    assert float(output[4].asnumpy()) == pytest.approx(102)
+    assert weight_of(network) == pytest.approx(weight)
+    assert float(output[item].asnumpy()) == pytest.approx(number)
 
 
 def test_a_step_of_mindformers_takes_the_mean_over_tokens(mindformers):
@@ -182,7 +178,7 @@ def test_the_terms_of_a_newer_model_of_mindformers_are_added(mindformers, per_to
 def test_the_rate_of_the_last_group_is_shown(mindformers):
     network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
     groups = [{"params": [network.weight], "lr": 0.25}, {"params": [network.bias], "lr": 0.5}]
-    output = mindformers.step(loss_cell(network), nn.SGD(groups, 0.125), micro_size=4)(*BATCH)
+    output = mindformers.step(mse(network), nn.SGD(groups, 0.125), micro_size=4)(*BATCH)
     assert float(output[3].asnumpy()) == 0.5
 
 
@@ -192,7 +188,7 @@ def test_a_scale_follows_the_rule_of_the_cell_that_is_given(mindformers):
     cell, scale = nn.DynamicLossScaleUpdateCell(1024, factor, interval), ms.Parameter(Tensor(1024.0), name="scale")
     network = line()
     given = nn.DynamicLossScaleUpdateCell(1024, factor, interval)
-    step = mindformers.step(loss_cell(network), sgd(network, 1e-6), micro_size=4, scale_sense=given)
+    step = mindformers.step(mse(network), sgd(network, 1e-6), micro_size=4, scale_sense=given)
     ours, theirs = [], []
     for overflows in (False, False, False, True, False, False, True, True, True, True, True, True, True, True, False):
         x = X * (np.inf if overflows else 1)
@@ -205,31 +201,22 @@ def test_a_scale_follows_the_rule_of_the_cell_that_is_given(mindformers):
     assert min(ours) == 1 and max(ours) == 4096
 
 
+class OwnScale(nn.DynamicLossScaleUpdateCell):
+    """A rule for the loss scale that nobody knows."""
+
+
 @pytest.mark.parametrize(
-    "scale_sense",
-    [512, 512.0, Tensor(512.0), Tensor([512.0]), nn.FixedLossScaleUpdateCell(512), ms.amp.StaticLossScaler(512)],
+    "settings, error",
+    [
+        ({"local_norm": True}, ValueError),
+        ({"micro_batch_num": 4}, ValueError),
+        ({"scale_sense": OwnScale(1024, 2, 1000)}, TypeError),
+        ({"scale_sense": 0}, ValueError),
+    ],
 )
-def test_a_fixed_scale_is_taken_out_again(mindformers, scale_sense):
-    network = line()
-    output = mindformers.step(loss_cell(network), sgd(network), micro_size=4, scale_sense=scale_sense)(*BATCH)
-    assert float(output[2].asnumpy()) == 512
-    assert weight_of(network) == pytest.approx(2.04)
-
-
-@pytest.mark.parametrize(("setting", "value"), [("local_norm", True), ("micro_batch_num", 4)])
-def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, setting, value):
-    network = line()
-    with refuses(ValueError, f"'{setting}'", "left out"):
-        mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | {setting: value})
-
-
-@pytest.mark.parametrize("threshold, weight", [(101.0, 0.0), (103.0, 2.04)])
-def test_a_batch_above_the_threshold_of_mindformers_makes_no_update(mindformers, threshold, weight):
-    network = line()
-    skips = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": threshold}
-    output = mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | skips)(*BATCH)
-    assert float(output[4].asnumpy()) == pytest.approx(102)
-    assert weight_of(network) == pytest.approx(weight)
+def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, settings, error):
+    with refuses(error, f"'{next(iter(settings))}'"):
+        built(mindformers, **settings)
 
 
 def test_single_terms_are_not_shown(mindformers):
@@ -239,23 +226,12 @@ def test_single_terms_are_not_shown(mindformers):
         mindformers.step(Terms(network, False), sgd(network), 4, **TRAINER)
 
 
-def test_a_scale_of_another_kind_is_refused(mindformers):
-    class Own(nn.DynamicLossScaleUpdateCell):
-        pass
-
-    network = line()
-    with refuses(TypeError, "'scale_sense'"):
-        mindformers.step(loss_cell(network), sgd(network), 4, scale_sense=Own(1024, 2, 1000))
-    with refuses(ValueError, "'scale_sense'"):
-        mindformers.step(loss_cell(network), sgd(network), 4, scale_sense=0)
-
-
 def test_mindformers_accumulates_itself_where_the_compiler_partitions(mindformers):
     network = line()
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
         with refuses(ValueError, "'parallel_mode'"):
-            mindformers.step(loss_cell(network), sgd(network), 4)
+            mindformers.step(mse(network), sgd(network), 4)
     finally:
         ms.reset_auto_parallel_context()
 
@@ -283,28 +259,23 @@ def test_a_trainer_of_mindcv_clips_the_mean_gradient(mindcv):
     assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped, as in mindcv
 
 
-@pytest.mark.parametrize(("drops", "moved"), [(True, False), (False, True)])
-def test_a_trainer_of_mindcv_updates_in_spite_of_an_overflow_if_told_so(mindcv, drops, moved):
+@pytest.mark.parametrize(
+    ("kind", "drops", "moved", "scale"),
+    [("fixed", True, False, 1024), ("fixed", False, True, 1024), ("dynamic", True, False, 512)],
+)
+def test_a_trainer_of_mindcv_updates_in_spite_of_an_overflow_if_told_so(mindcv, kind, drops, moved, scale):
     network = line()
-    model = trainer(network, scale=1024.0, drop_overflow_update=drops, micro_size=4)
+    model = trainer(network, kind=kind, scale=1024.0, drop_overflow_update=drops, micro_size=4)
     model.train(1, batches(8, X * np.float32(np.inf)), dataset_sink_mode=False)
     assert math.isnan(weight_of(network)) == moved
+    assert moved or float(model.train_network.scale_sense.asnumpy()) == scale
 
 
-def test_a_dynamic_scale_of_mindcv_halves(mindcv):
+def test_an_optimizer_with_a_scale_of_its_own_trains_the_same_with_a_trainer_of_mindcv(mindcv):
     network = line()
-    model = trainer(network, kind="dynamic", scale=1024.0, micro_size=4)
-    model.train(1, batches(8, X * np.float32(np.inf)), dataset_sink_mode=False)
-    assert weight_of(network) == 0
-    assert float(model.train_network.scale_sense.asnumpy()) == 512
-
-
-def test_a_trainer_of_mindcv_refuses_what_would_go_wrong(mindcv):
-    network = line()
-    with refuses(ValueError, "'ema'", "EMA(0.9999, trainable_only=False)"):
-        trainer(network, ema=True)
-    with refuses(ValueError, "'loss_scale_type'"):
-        trainer(network, kind="none")
+    scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
+    trainer(network, scaled, micro_size=4).train(1, batches(8), dataset_sink_mode=False)
+    assert weight_of(network) == pytest.approx(2.04)
 
 
 class ReturnsADict(nn.Cell):
@@ -335,7 +306,7 @@ def test_a_step_of_mindone_trains_like_the_whole_batch(mode, calls, settings):
 def test_a_step_of_mindone_clips_and_updates_in_spite_of_an_overflow_if_told_so(drops, moved):
     network = line()
     settings = {"clip_grad": True, "clip_norm": 60.0, "drop_overflow_update": drops, "micro_size": 4}
-    step = train_step(loss_cell(network), sgd(network), **settings)
+    step = train_step(mse(network), sgd(network), **settings)
     step(*BATCH)
     assert weight_of(network) == pytest.approx(1.2)
     step(Tensor(X * np.float32(np.inf)), Tensor(X))
@@ -344,11 +315,10 @@ def test_a_step_of_mindone_clips_and_updates_in_spite_of_an_overflow_if_told_so(
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_scale_of_a_step_that_divides_by_it_is_nothing_to_warn_of(mindcv, scale):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         theirs, network = line(), line()
         model = trainer(theirs, scale=scale, micro_size=4)
-        step = train_step(loss_cell(network), sgd(network), scale, drop_overflow_update=False, micro_size=4)
+        step = train_step(mse(network), sgd(network), scale, drop_overflow_update=False, micro_size=4)
     step(*BATCH)
     model.train(1, batches(8), dataset_sink_mode=False)
     assert weight_of(network) == weight_of(theirs) == pytest.approx(2.04)
@@ -359,35 +329,9 @@ def test_an_optimizer_divides_by_its_own_scale(drops):
     """As in MindSpore's own step, except where the scale is left to the optimizer: that is given what it divides."""
     network = line()
     scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=512.0)
-    step = train_step(loss_cell(network), scaled, 1024.0, drop_overflow_update=drops)
+    step = train_step(mse(network), scaled, 1024.0, drop_overflow_update=drops)
     step(*BATCH)
     assert weight_of(network) == pytest.approx(2.04 / 512 if drops else 2.04)
-
-
-def test_an_optimizer_with_a_scale_of_its_own_trains_the_same_with_a_trainer_of_mindcv(mindcv):
-    network = line()
-    scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
-    trainer(network, scaled, micro_size=4).train(1, batches(8), dataset_sink_mode=False)
-    assert weight_of(network) == pytest.approx(2.04)
-
-
-def test_a_step_of_mindone_refuses_what_has_another_place():
-    network = line()
-    with refuses(ValueError, "'ema'", "add_callback()"):
-        train_step(loss_cell(network), sgd(network), ema=object())
-    with refuses(ValueError, "'zero_helper'"):
-        train_step(loss_cell(network), sgd(network), zero_helper=object())
-    for columns in ("labels", (1,), ()):
-        with refuses(TypeError, "'columns'"):
-            ModelLoss(network, columns)
-
-
-def test_a_clip_that_would_be_replaced_by_another_is_refused(mindcv):
-    network = line()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
-        train_step(loss_cell(network), sgd(network), clip=ClipByGlobalNorm(1.0))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
-        trainer(network, clip=ClipByGlobalNorm(1.0))
 
 
 class ReadsTheScale(Callback):
@@ -401,21 +345,21 @@ class ReadsTheScale(Callback):
 @pytest.mark.parametrize("kind", [ms.Model, Model])
 def test_callbacks_read_the_loss_scale_where_mindspores_own_step_has_it(kind):
     network = line()
-    train_network = train_step(loss_cell(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
+    train_network = train_step(mse(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
     reads = ReadsTheScale()
     kind(train_network).train(1, batches(8), reads, dataset_sink_mode=False)
     # CPU cannot run it, but it has the attribute.
-    own = nn.TrainOneStepWithLossScaleCell(loss_cell(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
+    own = nn.TrainOneStepWithLossScaleCell(mse(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
     assert reads.scale == own.loss_scaling_manager.get_loss_scale() == 512
 
 
 def test_the_loss_scale_that_is_read_is_the_present_one():
     network = line()
-    step = train_step(loss_cell(network), sgd(network), nn.DynamicLossScaleUpdateCell(1024, 2, 1000))
+    step = train_step(mse(network), sgd(network), nn.DynamicLossScaleUpdateCell(1024, 2, 1000))
     assert step.loss_scaling_manager.get_loss_scale() == 1024
     assert not step(Tensor(X * np.inf), Tensor(X)).updated
     assert step.loss_scaling_manager.get_loss_scale() == 512
-    assert train_step(loss_cell(network), sgd(network)).loss_scaling_manager.get_loss_scale() == 1
+    assert train_step(mse(network), sgd(network)).loss_scaling_manager.get_loss_scale() == 1
 
 
 class Boxes(nn.Cell):
@@ -474,11 +418,34 @@ def test_a_detector_of_mindyolo_trains_like_the_whole_batch(mode):
     assert float(scaler.scale_value.asnumpy()) == 64
 
 
-def test_mindyolos_own_accumulation_and_masks_are_refused():
+def mindyolo(task, **settings):
     network = Heads()
-    arguments = (network, Boxes(), sgd(network), 1, ms.amp.StaticLossScaler(1.0), None)
-    with pytest.raises(ValueError, match="'task' must be one of 'detect', but got 'segment'. Masks are not"):
-        create_train_step_fn("segment", *arguments)
-    function = create_train_step_fn("detect", *arguments, micro_size=3)
-    with pytest.raises(ValueError, match="mindyolo's setting 'accumulate' must be 1"):
-        function(Tensor(X[:6]), Tensor(boxes_of(6)), False)
+    return create_train_step_fn(task, network, Boxes(), sgd(network), 1, ms.amp.StaticLossScaler(1.0), None, **settings)
+
+
+def mindone(**settings):
+    network = line()
+    return train_step(mse(network), sgd(network), **settings)
+
+
+REFUSED = {
+    "the average of mindcv": (lambda: trainer(line(), ema=True), "'ema'", "EMA(0.9999, trainable_only=False)"),
+    "no scale of mindcv": (lambda: trainer(line(), kind="none"), "'loss_scale_type'", ""),
+    "the average of mindone": (lambda: mindone(ema=object()), "'ema'", "add_callback()"),
+    "ZeRO of mindone": (lambda: mindone(zero_helper=object()), "'zero_helper'", ""),
+    "one column": (lambda: ModelLoss(line(), "labels"), "'columns'", ""),
+    "a number for a column": (lambda: ModelLoss(line(), (1,)), "'columns'", ""),
+    "no column": (lambda: ModelLoss(line(), ()), "'columns'", ""),
+    "masks of mindyolo": (lambda: mindyolo("segment"), "'task'", "Masks are not"),
+    "accumulation of mindyolo": (
+        lambda: mindyolo("detect", micro_size=3)(Tensor(X[:6]), Tensor(boxes_of(6)), False),
+        "'accumulate'",
+        "must be 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, name, key", REFUSED.values(), ids=REFUSED)
+def test_what_would_train_otherwise_is_refused(call, name, key, mindcv):
+    with refuses((TypeError, ValueError), name, key):
+        call()

@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, weight_of
+from linear_toy import X, mse, sgd, weight_of
 from loop_toy import FOUR, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
 from refusal import refuses
@@ -36,7 +36,7 @@ def frozen_loop(kind):
     """A network with a parameter that is not trained, and its loop."""
     network = nn.SequentialCell(nn.Dense(1, 3, "ones"), nn.Dense(3, 2, Tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])))
     network[1].bias.requires_grad = False
-    cell = nn.WithLossCell(network, nn.MSELoss())
+    cell = mse(network)
     if kind != "two optimizers":
         config = AccumulationConfig(schedule=lambda updates: 2) if kind == "schedule" else AccumulationConfig(2)
         return network, Accumulator(cell, nn.Momentum(network.trainable_params(), 0.01, 0.9), config=config)
@@ -62,9 +62,8 @@ def test_a_checkpoint_has_all_parameters_of_the_training(kind, tmp_path, eager):
 
 
 def test_parameters_of_one_name_are_not_saved_one_over_the_other(tmp_path):
-    networks = [nn.Dense(1, 1), nn.Dense(1, 1)]
-    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
-    accumulator = Accumulator(cells, [nn.SGD(network.trainable_params()) for network in networks])
+    cells = [mse(nn.Dense(1, 1)) for _ in range(2)]
+    accumulator = Accumulator(cells, [sgd(cell) for cell in cells])
     with refuses(ValueError, "two 'weight'"):
         ms.save_checkpoint(accumulator, str(tmp_path / "two.ckpt"))
 
@@ -78,7 +77,7 @@ def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():
             self.first, self.second = nn.Dense(1, 1), nn.Dense(1, 1)
             networks = [self.first, self.second]
             optimizers = [nn.Adam(each.trainable_params()) for each in networks]
-            self.accumulator = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], optimizers)
+            self.accumulator = Accumulator([mse(each) for each in networks], optimizers)
 
     holder = Holder()
     names = [each.name for part in (holder.first, holder.second) for each in part.get_parameters()]

@@ -1,24 +1,23 @@
 """Loops over prepared datasets: the end of the data, breaks, nested loops, validation in mid-window."""
 
+import copy
 import itertools
-import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_toy import X, batches, descend, line, sgd, weight_of
-from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
-from mindspore import Parameter, Tensor, nn, ops, value_and_grad
+from linear_toy import X, batches, descend, mse, toy_step, weight_of
+from loop_toy import FOUR, own_loop, toy_loop, train, updates_of
+from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
-from refusal import refuses
+from refusal import all_warnings, no_warning, refuses
 from step_probe import compilations, number
 from tiers import share_of
 
-from ms_gradaccum import Accumulator, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, load_state, save_state
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 AFTER_THREE = descend((1, 2, 3, 4, 5, 6))  # 1.2133333
@@ -56,26 +55,6 @@ def test_the_last_window_is_applied_with_its_true_size_or_carried(dataset, apply
     assert LAST[True] == pytest.approx(2.9912, rel=1e-6)
     # Divided by the three batches that it does not have, the last window moves the weight by a third.
     assert AFTER_THREE + (LAST[True] - AFTER_THREE) / 3 == pytest.approx(1.8059556, rel=1e-6)
-
-
-def test_a_carried_window_goes_on_with_the_next_pass():
-    network, accumulator = toy_loop(3, sync_with_dataloader=False)
-    dataset = accumulator.prepare(FOUR)
-    passes = [updates_of(accumulator, dataset) for _ in range(3)]
-    assert passes == [[False, False, True, False], [False, True, False, False], [True, False, False, True]]
-    windows = [(1, 2, 3, 4, 5, 6), (7, 8, 1, 2, 3, 4), (5, 6, 7, 8, 1, 2), (3, 4, 5, 6, 7, 8)]
-    assert weight_of(network) == pytest.approx(descend(*windows), rel=1e-5)
-    # Not what windows that end with the data would have left.
-    assert descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3) != pytest.approx(descend(*windows), rel=1e-2)
-
-
-def test_no_batch_and_one_batch():
-    _, accumulator = toy_loop(3)
-    assert updates_of(accumulator, accumulator.prepare([])) == []
-    assert updates_of(accumulator, accumulator.prepare(iter(FOUR[:1]))) == [True]
-    # An empty pass in mid-window leaves it alone.
-    assert updates_of(accumulator, FOUR[:1]) == [False] and updates_of(accumulator, accumulator.prepare([])) == []
-    assert updates_of(accumulator, FOUR[1:3]) == [False, True]
 
 
 def test_batches_by_keyword():
@@ -146,16 +125,6 @@ def test_an_iterator_goes_on_where_a_loaded_state_was_saved(tmp_path):
     assert first(1) == []
 
 
-def test_another_pipeline_of_a_prepared_one_is_refused():
-    """Nobody would have prepared it, so its last window would stay open."""
-    _, accumulator = toy_loop(3)
-    dataset = accumulator.prepare(NumpySlicesDataset({"data": X}, shuffle=False))
-    assert dataset.get_dataset_size() == len(X)
-    for make in (lambda: dataset.batch(2), lambda: dataset.repeat(2), lambda: dataset.take(1)):
-        with refuses(TypeError, "'dataset'"):
-            make()
-
-
 def test_breaking_out_of_a_loop_keeps_the_window():
     network, accumulator = toy_loop(4)
     dataset = accumulator.prepare(FOUR)
@@ -165,17 +134,6 @@ def test_breaking_out_of_a_loop_keeps_the_window():
     # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
     assert updates_of(accumulator, dataset) == [False, True, False, True]
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)
-
-
-def test_breaking_at_the_last_batch_does_not_make_the_next_one_a_last_one():
-    _, accumulator = toy_loop(5)
-    iterator = iter(accumulator.prepare(FOUR))
-    for number_of_batch in range(4):
-        next(iterator)
-        with accumulator.accumulate():
-            assert accumulator.sync_gradients == (number_of_batch == 3)
-    iterator.close()
-    assert ends_of(accumulator, range(6)) == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 9])
@@ -209,15 +167,13 @@ def test_an_inner_training_loop_ends_with_its_own_data():
     _, accumulator = toy_loop(10)
     outer, inner = accumulator.prepare(range(2), range(3))
     assert [ends_of(accumulator, inner) for _ in outer] == [[False, False, True]] * 2
-    assert accumulator.driver.data.passes._open == []
 
 
-def test_an_error_in_the_loop_leaves_the_pass():
+def test_an_error_at_the_last_batch_does_not_make_the_next_one_a_last_one():
     _, accumulator = toy_loop(2)
     with pytest.raises(OSError):
         for _ in accumulator.prepare(range(1)):
             raise OSError
-    assert accumulator.driver.data.passes._open == []
     assert ends_of(accumulator, range(3)) == [False, True, False]
 
 
@@ -239,16 +195,6 @@ def test_validation_in_mid_window_changes_nothing_and_compiles_nothing_anew():
     assert compiled == [] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
-def test_two_accumulators_know_nothing_of_each_other():
-    _, accumulator = toy_loop(2)
-    _, other = toy_loop(3, adjustable_sgd)
-    ends = []
-    for _ in accumulator.prepare(range(4)):
-        with other.accumulate(), accumulator.accumulate():
-            ends.append((accumulator.sync_gradients, other.sync_gradients))
-    assert ends == [(False, False), (True, False), (False, True), (True, False)]
-
-
 def test_prepared_objects_come_back_in_order():
     network, accumulator = toy_loop(2)
     dataset = batches(2)
@@ -257,6 +203,7 @@ def test_prepared_objects_come_back_in_order():
     assert prepared.get_dataset_size() == 4 and prepared.dataset is dataset
     assert len(accumulator.prepare(accumulator.prepare(FOUR))) == 4
     assert ends_of(accumulator, accumulator.prepare(accumulator.prepare(range(3)))) == [False, True, True]
+    assert list(copy.copy(again)) == FOUR
 
 
 @settings(max_examples=share_of(60), deadline=None)
@@ -277,24 +224,11 @@ def test_windows_partition_any_passes(passes, steps, apply):
     assert sizes == expected and open_batches == 0
 
 
-@settings(max_examples=share_of(12), deadline=None)
-@given(st.permutations(range(1, 9)), st.data())
-def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
-    cuts = sorted(data.draw(st.sets(st.integers(1, 7), max_size=3)))
-    parts = [rows[begin:end] for begin, end in zip([0, *cuts], [*cuts, 8])]
-    network, accumulator = toy_loop(8)
-    list(train(accumulator, accumulator.prepare([batch(*part) for part in parts])))
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-    assert global_step(accumulator) == 1
-
-
 def loop_by_hand(change, gradients=lambda grads: grads):
     """Train the toy, with what happens to the gradients and to the parameters after each batch; return warnings."""
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
-    grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    network, accumulator = own_loop(2)
+    grad_fn = value_and_grad(mse(network), None, network.trainable_params())
+    with all_warnings() as caught:
         for each in FOUR:
             loss, grads = grad_fn(*each)
             accumulator(gradients(grads), 2, loss)
@@ -320,9 +254,7 @@ def after_updates(accumulator, weight):
 def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, count):
     """A clip of the weights after each batch makes the gradient of a window a mixture."""
     said = loop_by_hand(change)
-    assert ["mixes two models: the loop or another step has changed 'weight' inside it" in each for each in said] == (
-        [True] * count
-    )
+    assert ["mixes two models" in each and "'weight'" in each for each in said] == [True] * count
 
 
 @pytest.mark.parametrize("limit, count", [(0.1, 1), (1e6, 0)])
@@ -330,8 +262,7 @@ def test_a_clip_of_each_batch_by_hand_is_named(limit, count):
     network = nn.Dense(3, 2)
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
     grad_fn = value_and_grad(lambda x: network(x).square().mean(), None, network.trainable_params())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for rows in np.random.default_rng(0).normal(size=(8, 2, 3)).astype(np.float32):
             loss, grads = grad_fn(Tensor(rows))
             accumulator(ops.clip_by_global_norm(grads, limit), 2, loss)
@@ -342,8 +273,7 @@ def warnings_for(make):
     """Warnings of a loop that gives gradients of 3 x 4 elements to an Accumulator."""
     network = nn.Dense(4, 3, has_bias=False)
     accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.02), 4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for number in range(8):
             accumulator((Tensor(make(number).astype(np.float32)),), 2)
     return [str(each.message) for each in caught]
@@ -357,18 +287,12 @@ def test_gradients_that_have_one_norm_by_nature_are_not_clipped():
     assert warnings_for(lambda _: np.add.reduce(random.permutation(rows).astype(np.float32)).T) == []
 
 
-def shifted(network):
-    network.weight.set_data(network.weight + 1)
-
-
 def test_parameters_that_change_before_a_window_or_come_with_its_sums_are_not_named(tmp_path):
-    network = nn.Dense(1, 1, has_bias=False)
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    network, step = toy_step(accumulation_steps=2)
+    with no_warning():
         with pytest.raises(TypeError):
             step(FOUR[0][0])
-        shifted(network)
+        network.weight.set_data(network.weight + 1)
         step(*FOUR[0]), step(*FOUR[1])
         step(*FOUR[0])
         ms.save_checkpoint(step, str(tmp_path / "open.ckpt"))
@@ -376,28 +300,6 @@ def test_parameters_that_change_before_a_window_or_come_with_its_sums_are_not_na
         step(*FOUR[2])
         ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "open.ckpt")))
         step(*FOUR[3])
-
-
-class Moving(nn.Cell):
-    """A loss whose forward pass moves a parameter that no optimizer has."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.steps = nn.Dense(1, 1, has_bias=False), Parameter(Tensor(0.0), "steps")
-
-    def construct(self, x, y):
-        ops.assign_add(self.steps, Tensor(1.0))
-        return (self.layer(x) - y).square().mean()
-
-
-def test_what_the_forward_pass_moves_is_not_changed_by_the_loop():
-    network = Moving()
-    accumulator = Accumulator(network, sgd(network.layer), 2, check_loss=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for each in FOUR:
-            accumulator.backward(*each)
-            accumulator.step()
 
 
 def test_the_same_gradients_twice_are_not_clipped():

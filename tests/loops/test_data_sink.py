@@ -10,7 +10,7 @@ import itertools
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, batches, descend, line, toy, weight_of
+from linear_toy import AtStep, Recorder, X, batches, descend, line, mse, toy, weight_of
 from mindspore import nn, ops, train
 from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
@@ -22,19 +22,6 @@ from ms_gradaccum import EMA, Model, ProgressBar, StateCheckpoint, load_state, s
 from ms_gradaccum.loops.epoch import PassSteps
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-
-class Seen(train.Callback):
-    def __init__(self, stop_after=None):
-        super().__init__()
-        self.steps, self.updates, self.stop_after = [], 0, stop_after
-
-    def on_train_step_end(self, run_context):
-        params = run_context.original_args()
-        self.steps.append((params.cur_epoch_num, params.cur_step_num, float(params.net_outputs.loss.asnumpy())))
-        self.updates += bool(params.net_outputs.updated.asnumpy())
-        if params.cur_step_num == self.stop_after:
-            raise KeyboardInterrupt
 
 
 class Sink(nn.Cell):
@@ -101,16 +88,16 @@ def trained(epochs, sink_size=None, rows=2, seen=None, **settings):
 
 @pytest.mark.parametrize("sink_size", [1, 3, 4, 6])
 def test_on_cpu_a_sink_size_changes_nothing(sink_size):
-    plain, sunk = Seen(), Seen()
-    assert trained(2, None, seen=plain, accumulation_steps=3) == trained(2, sink_size, seen=sunk, accumulation_steps=3)
-    assert plain.steps == sunk.steps and len(sunk.steps) == 8
-    assert plain.updates == sunk.updates == 4
+    plain, sunk = Recorder(), Recorder()
+    trained(2, None, seen=plain, accumulation_steps=3)
+    trained(2, sink_size, seen=sunk, accumulation_steps=3)
+    assert plain.weights == sunk.weights and len(sunk.outputs) == 8
+    assert [bool(output.updated) for output in sunk.outputs] == [False, False, True, True] * 2
 
 
 def test_on_cpu_a_training_with_a_sink_is_resumed_where_it_stopped(tmp_path):
     whole = trained(3, 8, learning_rate=0.002)
-    with pytest.raises(KeyboardInterrupt):
-        trained(3, 8, seen=[StateCheckpoint(tmp_path, save_checkpoint_steps=1), Seen(6)], learning_rate=0.002)
+    trained(3, 8, seen=[StateCheckpoint(tmp_path), Recorder(stop_after=6)], learning_rate=0.002)
     network, model = toy(learning_rate=0.002)
     model.train(3, batches(2), StateCheckpoint(tmp_path), dataset_sink_mode=True, sink_size=8, resume=True)
     assert weight_of(network) == whole
@@ -163,12 +150,9 @@ def test_states_know_no_sinks(sinks, tmp_path):
         trained(4, 1, seen=StateCheckpoint(tmp_path))
     _, model = toy()
 
-    class Saving(train.Callback):
-        def on_train_step_end(self, run_context):
-            save_state(model, tmp_path / "state")
-
+    saving = AtStep(lambda _: save_state(model, tmp_path / "state"))
     with refuses(ValueError, "'sink_size'"):
-        model.train(4, batches(2), Saving(), dataset_sink_mode=True, sink_size=1)
+        model.train(4, batches(2), saving, dataset_sink_mode=True, sink_size=1)
 
 
 def test_a_sink_of_a_pass_is_a_pass(sinks, tmp_path):
@@ -235,12 +219,8 @@ def test_callbacks_find_the_step_that_shows_whole_parameters(sinks):
     step = model.train_network
     reducer_of(step).gathered = [(step.network.trainable_params()[0], lambda shard: shard)]
     found = []
-
-    class Saving(train.Callback):
-        def on_train_step_end(self, run_context):
-            found.append(run_context.original_args().train_network)
-
-    model.train(1, batches(2), Saving(), dataset_sink_mode=True)
+    noting = AtStep(lambda context: found.append(context.original_args().train_network))
+    model.train(1, batches(2), noting, dataset_sink_mode=True)
     assert {*map(id, found)} == {id(model.train_network)}
 
 
@@ -274,8 +254,8 @@ class Uncounted(nn.Optimizer):
 def test_the_windows_of_a_sink_are_counted_for_an_optimizer_that_does_not_count(sinks, last):
     network, x = line(), X.copy()
     x[-1] = last
-    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), Uncounted(0.002, network.trainable_params())
-    model = Model(loss_cell, optimizer=optimizer, accumulation_steps=2, check_loss=False)
+    optimizer = Uncounted(0.002, network.trainable_params())
+    model = Model(mse(network), optimizer=optimizer, accumulation_steps=2, check_loss=False)
     model.train(1, batches(1), dataset_sink_mode=True)
     model.train(1, batches(1, x), dataset_sink_mode=True)
     events, skipped = model.train_network.events, int(np.isinf(last))

@@ -1,7 +1,6 @@
 """The end of the data belongs to the batch that is trained last, however a loop comes by its batches."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -66,14 +65,6 @@ def test_batches_of_a_pipeline_are_fetched_ahead_over_the_end_of_a_pass():
     assert weight_of(network) == pytest.approx(descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3), rel=1e-5)
 
 
-def test_a_list_may_be_trained_in_any_order():
-    _, accumulator = toy_loop(4)
-    shuffled = list(accumulator.prepare(SIX))
-    random.Random(0).shuffle(shuffled)
-    assert shuffled[0] is not SIX[5]
-    assert updates_of(accumulator, shuffled) == ENDS_OF_SIX
-
-
 @pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
 def test_a_list_may_be_trained_with_the_last_batch_first(order):
     _, accumulator = toy_loop(4)
@@ -81,21 +72,6 @@ def test_a_list_may_be_trained_with_the_last_batch_first(order):
     for _ in range(2):
         fetched = list(prepared)
         assert updates_of(accumulator, [fetched[i] for i in order]) == [False, False, True]
-
-
-@pytest.mark.parametrize("way", ["plain", "one ahead", "a list", "as arrays"])
-def test_batches_may_be_skipped(way):
-    _, accumulator = toy_loop(4)
-    ends = updates_of(accumulator, itertools.islice(WAYS[way](accumulator.prepare(SIX)), 1, None, 2))
-    assert ends == [False, False, True]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_loop_that_fetches_new_tensors_ahead_is_right_from_two_batches_on(count):
-    _, accumulator = toy_loop(4)
-    for _ in range(2):
-        ends = updates_of(accumulator, prefetched(converted(accumulator.prepare(SIX[:count]))))
-        assert ends == [False] * (count - 1) + [True]
 
 
 def test_a_loop_that_only_seems_to_fetch_ahead_is_named():
@@ -118,17 +94,6 @@ def test_a_second_dataset_that_is_drawn_by_hand_ends_nothing():
         ends += updates_of(accumulator, [each])
     assert ends == ENDS_OF_SIX
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4), (5, 6)), rel=1e-5)
-
-
-def test_an_iterator_of_the_validation_that_stands_at_its_last_batch_ends_nothing():
-    _, accumulator = toy_loop(4)
-    training, validation = accumulator.prepare(SIX, [batch(9)])
-    ends = []
-    for each in training:
-        held = iter(validation)
-        next(held)
-        ends += updates_of(accumulator, [each])
-    assert ends == ENDS_OF_SIX
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["shorter first", "longer first"])
@@ -178,16 +143,28 @@ def test_slices_of_the_last_batch_end_with_the_last_of_them(rows, pairs):
     assert weight_of(network) == pytest.approx(descend(every, every), rel=1e-5)
 
 
-def test_a_batch_that_is_trained_several_times_ends_with_the_last_time():
-    _, accumulator = toy_loop(20)
-    repeated = (each for each in accumulator.prepare(SIX) for _ in range(3))
-    assert updates_of(accumulator, repeated) == [False] * 17 + [True]
+def skipping(way):
+    return lambda prepared: itertools.islice(WAYS[way](prepared), 1, None, 2)
 
 
-def test_rows_that_a_loop_leaves_out_are_no_slices():
+# The batches of a dataset, what a loop trains of them, and into how many batches.
+OTHER_LOOPS = {
+    "every second one": (SIX, skipping("plain"), 3),
+    "every second one, fetched ahead": (SIX, skipping("one ahead"), 3),
+    "every second one of a list": (SIX, skipping("a list"), 3),
+    "every second one as arrays": (SIX, skipping("as arrays"), 3),
+    "two as arrays, one ahead": (SIX[:2], WAYS["as arrays, one ahead"], 2),
+    "three as arrays, one ahead": (SIX[:3], WAYS["as arrays, one ahead"], 3),
+    "each three times": (SIX, lambda prepared: (each for each in prepared for _ in range(3)), 18),
+    "without their first rows": (FOUR, lambda prepared: ((x[1:], y[1:]) for x, y in prepared), 4),
+}
+
+
+@pytest.mark.parametrize("data, trained, count", OTHER_LOOPS.values(), ids=OTHER_LOOPS)
+def test_a_window_ends_with_the_last_batch_that_is_trained(data, trained, count):
     _, accumulator = toy_loop(20)
-    filtered = ((x[1:], y[1:]) for x, y in accumulator.prepare(FOUR))
-    assert updates_of(accumulator, filtered) == [False, False, False, True]
+    for _ in range(2):
+        assert updates_of(accumulator, trained(accumulator.prepare(data))) == [False] * (count - 1) + [True]
 
 
 def test_slices_of_gradients_that_the_caller_takes():

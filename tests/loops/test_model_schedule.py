@@ -2,17 +2,17 @@
 
 import mindspore as ms
 import pytest
-from linear_toy import Recorder, batches, descend, line, sgd, weight_of
+from linear_toy import Recorder, batches, descend, line, mse, sgd, toy, toy_step, weight_of
 from loop_toy import FOUR, updates_of
-from mindspore import nn
 from refusal import refuses
 from step_probe import Around, compilations
 
-from ms_gradaccum import Accumulator, BySamples, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, BySamples, StateCheckpoint, load_state, save_state
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.settings import check_step
 from ms_gradaccum.training.window_length import WindowLength
 
+pytestmark = pytest.mark.usefixtures("eager")
 ROWS = [(1, 2), (3, 4), (5, 6), (7, 8)]
 RATE = 0.005
 EPOCHS = 4
@@ -54,23 +54,13 @@ def by_hand(length_of, last_window="apply"):
     return windows, updated
 
 
-def trained(schedule, last_window="apply", **settings):
-    network = line()
-    model = Model(
-        network,
-        nn.MSELoss(),
-        sgd(network, RATE),
-        accumulation_steps=schedule,
-        last_window=last_window,
-        check_loss=False,
-        **settings,
-    )
+def trained(schedule, last_window="apply", callbacks=(), **settings):
+    network, model = toy(learning_rate=RATE, accumulation_steps=schedule, last_window=last_window)
     recorder = Recorder()
-    model.train(EPOCHS, batches(2), callbacks=[recorder])
+    model.train(EPOCHS, batches(2), callbacks=[recorder, *callbacks], **settings)
     return network, model, recorder
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_model_trains_the_windows_of_a_schedule(name, last_window):
@@ -101,7 +91,6 @@ class Stop(Recorder):
             raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "name, stop_after, last_window",
     [
@@ -111,27 +100,18 @@ class Stop(Recorder):
 )
 def test_a_training_that_was_stopped_goes_on_with_its_window(stop_after, name, last_window, tmp_path):
     schedule, length_of = SCHEDULES[name]
-    for stop in (stop_after, None):
-        network = line()
-        settings = {"accumulation_steps": schedule, "last_window": last_window, "check_loss": False}
-        model = Model(network, nn.MSELoss(), sgd(network, RATE), **settings)
-        callbacks = [Stop(stop), StateCheckpoint(tmp_path, save_checkpoint_steps=1)]
-        try:
-            model.train(EPOCHS, batches(2), callbacks=callbacks, resume=True)
-        except KeyboardInterrupt:
-            assert stop is not None
+    states = StateCheckpoint(tmp_path, save_checkpoint_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trained(schedule, last_window, [Stop(stop_after), states], resume=True)
+    network, *_ = trained(schedule, last_window, [StateCheckpoint(tmp_path)], resume=True)
     windows, _ = by_hand(length_of, last_window)
     assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
 
 
-@pytest.mark.usefixtures("eager")
 def test_a_step_follows_updates_and_samples(tmp_path):
     for name in ("updates", "samples"):
         schedule, length_of = SCHEDULES[name]
-        network = line()
-        step = TrainOneStepCell(
-            nn.WithLossCell(network, nn.MSELoss()), sgd(network, RATE), accumulation_steps=schedule, check_loss=False
-        )
+        network, step = toy_step(learning_rate=RATE, accumulation_steps=schedule, check_loss=False)
         lengths = []
         for x, y in FOUR * EPOCHS:
             lengths.append(step.accumulation_steps)
@@ -143,14 +123,22 @@ def test_a_step_follows_updates_and_samples(tmp_path):
         load_state(step, tmp_path / name)
 
 
-@pytest.mark.usefixtures("eager")
+def test_a_function_is_asked_once_for_a_window():
+    coming = iter([2, 3, 1])
+    settings = {"accumulation_steps": lambda updates: next(coming), "check_loss": False}
+    network, step = toy_step(learning_rate=RATE, **settings)
+    assert step.accumulation_steps == 2  # Nor again for the batch that this is asked for.
+    assert [step(*(FOUR * 2)[i]).is_updated for i in range(6)] == [False, True, False, False, True, True]
+    windows = [(1, 2, 3, 4), (5, 6, 7, 8, 1, 2), (3, 4)]
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loop_trains_the_windows_of_a_schedule(name):
     schedule, length_of = SCHEDULES[name]
     windows, expected = by_hand(length_of)
     network = line()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    accumulator = Accumulator(loss_cell, sgd(network, RATE), schedule, check_loss=False)
+    accumulator = Accumulator(mse(network), sgd(network, RATE), schedule, check_loss=False)
     data = accumulator.prepare(FOUR)
     updated = []
     for _ in range(EPOCHS):
@@ -160,22 +148,15 @@ def test_a_loop_trains_the_windows_of_a_schedule(name):
     assert accumulator.gradient_accumulation_steps == 1
 
 
-@pytest.mark.usefixtures("eager")
 def test_a_step_alone_knows_no_epochs():
-    network = line()
-    step = TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps={0: 2}, check_loss=False
-    )
+    _, step = toy_step(accumulation_steps={0: 2}, check_loss=False)
     with refuses(ValueError, "'accumulation_steps'", "counts epochs"):
         step(*FOUR[0])
     assert step.events.batches == 0
 
 
 def test_a_larger_graph_follows_no_schedule(mode):
-    network = line()
-    step = TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=by_updates, check_loss=False
-    )
+    _, step = toy_step(accumulation_steps=by_updates, check_loss=False)
     if mode:  # In PYNATIVE mode a cell around it is no graph.
         assert Around(step)(*FOUR[0]).updated
         return
@@ -183,32 +164,14 @@ def test_a_larger_graph_follows_no_schedule(mode):
         Around(step)(*FOUR[0])
 
 
-@pytest.mark.usefixtures("eager")
 def test_a_data_sink_follows_no_schedule(monkeypatch):
+    network, model = toy(learning_rate=RATE, accumulation_steps=by_updates)
+    model.train(1, batches(2), dataset_sink_mode=True)  # Where there is no sink, its mode changes nothing.
+    weight = weight_of(network)
     monkeypatch.setattr("ms_gradaccum.loops.model.has_data_sink", lambda: True)
-    network = line()
-    model = Model(network, nn.MSELoss(), sgd(network), accumulation_steps=by_updates, check_loss=False)
     with refuses(ValueError, "'accumulation_steps'", "number in a larger"):
         model.train(1, batches(2), dataset_sink_mode=True)
-    assert weight_of(network) == 0
-
-
-@pytest.mark.usefixtures("eager")
-def test_where_there_is_no_sink_its_mode_changes_nothing():
-    schedule, length_of = SCHEDULES["epochs"]
-    network = line()
-    model = Model(network, nn.MSELoss(), sgd(network, RATE), accumulation_steps=schedule, check_loss=False)
-    model.train(EPOCHS, batches(2), dataset_sink_mode=True)
-    assert weight_of(network) == pytest.approx(descend(*by_hand(length_of)[0], learning_rate=RATE), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "steps, error",
-    [({}, ValueError), ({-1: 2}, ValueError), ({0: 0}, ValueError), ("2", TypeError), (2.0, TypeError)],
-)
-def test_a_wrong_schedule_is_refused(steps, error):
-    with refuses(error, "'accumulation_steps"):
-        TrainOneStepCell(line(), sgd(line()), accumulation_steps=steps)
+    assert weight_of(network) == weight != 0
 
 
 @pytest.mark.parametrize(
@@ -220,15 +183,14 @@ def test_wrong_numbers_of_samples_are_refused(steps, batch_size, name, error):
         BySamples(steps, batch_size)
 
 
-def test_what_a_function_returns_is_checked(eager):
-    network = line()
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=lambda updates: 0)
+def test_what_a_function_returns_is_checked():
+    _, step = toy_step(accumulation_steps=lambda updates: 0)
     with refuses(ValueError, "'accumulation_steps(0)'"):
         step(*FOUR[0])
 
 
 def test_the_compiler_partitions_no_schedule():
-    cell = nn.WithLossCell(line(), nn.MSELoss())
+    cell = mse(line())
     length = WindowLength("TrainOneStepCell", "accumulation_steps", {0: 1})
     with refuses(ValueError, "'accumulation_steps'"):
         check_step(SemiAuto(None), cell, sgd(cell), window_length=length)

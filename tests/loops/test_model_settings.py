@@ -1,14 +1,13 @@
 """A Model obeys its settings, or says that nobody would."""
 
-import warnings
 from contextlib import suppress
 
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import batches, descend, line, sgd, weight_of
+from linear_toy import batches, descend, line, mse, sgd, weight_of
 from mindspore import ParameterTuple, nn, ops
-from refusal import refuses
+from refusal import all_warnings, refuses
 
 from ms_gradaccum import ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
 
@@ -46,7 +45,7 @@ class Around(nn.Cell):
 
 def parts():
     network = line()
-    return network, nn.WithLossCell(network, nn.MSELoss()), sgd(network)
+    return network, mse(network), sgd(network)
 
 
 CELLS = {
@@ -121,8 +120,7 @@ def warned(rates, epochs=2, passes=1, **settings):
     settings = {"accumulation_steps": 4, "check_loss": False} | settings
     optimizer = nn.SGD(network.trainable_params(), rates)
     model = Model(loss, optimizer=optimizer, **settings)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for _ in range(passes):
             with suppress(RuntimeError):  # MindSpore's own, op by op at the end of a short list.
                 model.train(epochs, batches(2))
@@ -135,34 +133,23 @@ def test_a_list_of_rates_for_each_batch_is_said_once():
     assert "learning rates" in text and "got 8 for 2 updates of 8 batches" in text
 
 
-@pytest.mark.parametrize(
-    "entries, settings",
-    [
-        (3, {}),  # Neither a list for all batches nor one for all updates.
-        (1, {"accumulation_steps": 3, "last_window": "drop"}),  # Two updates, one each pass.
-        (2, {"accumulation_steps": 3}),  # Four updates, two each pass.
-    ],
-)
-def test_lists_of_other_lengths_are_said(entries, settings):
-    assert len(warned([0.001] * entries, **settings)) == 1
+# The rates, the settings of two passes of four batches, and whether they are said.
+RATES = [
+    ([0.001] * 3, {}, True),  # Neither a list for all batches nor one for all updates.
+    ([0.001], {"accumulation_steps": 3, "last_window": "drop"}, True),  # Two updates, one each pass.
+    ([0.001] * 2, {"accumulation_steps": 3}, True),  # Four updates, two each pass.
+    ([0.001] * 2, {}, False),
+    ([0.001] * 8, {"accumulation_steps": 1}, False),
+    ([0.001] * 50, {"accumulation_steps": 1}, False),
+    ([0.001] * 4, {"accumulation_steps": 3}, False),
+    ([0.001] * 2, {"accumulation_steps": 3, "last_window": "drop"}, False),
+    ([0.001] * 2, {"accumulation_steps": 3, "last_window": "carry"}, False),
+    ([0.001] * 5, {"epochs": 1, "passes": 5}, False),  # For several trainings.
+    (0.001, {}, False),
+    (nn.CosineDecayLR(0.0, 0.001, 8), {}, False),
+]
 
 
-@pytest.mark.parametrize(
-    "rates, settings",
-    [
-        ([0.001] * 2, {}),
-        ([0.001] * 8, {"accumulation_steps": 1}),
-        ([0.001] * 50, {"accumulation_steps": 1}),
-        ([0.001] * 4, {"accumulation_steps": 3}),
-        ([0.001] * 2, {"accumulation_steps": 3, "last_window": "drop"}),
-        ([0.001] * 2, {"accumulation_steps": 3, "last_window": "carry"}),
-        (0.001, {}),
-        (nn.CosineDecayLR(0.0, 0.001, 8), {}),
-    ],
-)
-def test_a_rate_for_each_update_and_rates_without_a_list_need_no_word(rates, settings):
-    assert warned(rates, **settings) == []
-
-
-def test_a_list_for_several_trainings_needs_no_word():
-    assert warned([0.001] * 5, epochs=1, passes=5) == []
+@pytest.mark.parametrize("rates, settings, said", RATES)
+def test_lists_of_other_lengths_than_there_are_updates_are_said(rates, settings, said):
+    assert len(warned(rates, **settings)) == said

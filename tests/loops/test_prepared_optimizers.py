@@ -3,26 +3,19 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import descend, line, sgd, weight_of
-from loop_toy import FOUR
+from linear_toy import descend, line, mse, sgd, weight_of
+from loop_toy import FOUR, adjustable_sgd, optimizer_of, own_loop
 from mindspore import nn
-from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 
 from ms_gradaccum import Accumulator
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-def loop_of(network, optimizer, steps):
-    return Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps)
-
-
 def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
-    network = line()
-    optimizer = optim.SGD(network.trainable_params(), 0.02)
-    accumulator = loop_of(network, optimizer, 2)
+    network, accumulator = own_loop(2, make_optimizer=adjustable_sgd)
+    optimizer = optimizer_of(accumulator)
     network, optimizer, scheduler, loader = accumulator.prepare(network, optimizer, StepLR(optimizer, 1, 0.5), FOUR)
     weights = []
     for each in loader:
@@ -43,10 +36,8 @@ def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
 
 
 def test_zero_grad_throws_a_full_window_away():
-    network = line()
-    optimizer = sgd(network)
-    accumulator = loop_of(network, optimizer, 1)
-    accumulator.prepare(optimizer)
+    network, accumulator = own_loop(1)
+    optimizer = accumulator.prepare(optimizer_of(accumulator))
     accumulator.backward(*FOUR[0])
     optimizer.zero_grad()
     assert weight_of(network) == 0
@@ -57,8 +48,11 @@ def test_zero_grad_throws_a_full_window_away():
 def test_two_optimizers_of_a_network_make_one_update():
     network = nn.SequentialCell(nn.Dense(1, 1, weight_init="ones"), nn.Dense(1, 1, weight_init="ones"))
     optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
-    accumulator = loop_of(network, optimizers, 2)
+    accumulator = Accumulator(mse(network), optimizers, 2)
     accumulator.prepare(*optimizers)
+    with accumulator.accumulate():  # No update of an empty window.
+        assert [optimizer.step() for optimizer in optimizers] == [None, None]
+    accumulator.drop()
     outputs = []
     for each in FOUR[:2]:
         with accumulator.accumulate():
@@ -67,20 +61,11 @@ def test_two_optimizers_of_a_network_make_one_update():
     assert [output is None for output in outputs] == [True, True, False, True] and accumulator.events.updates == 1
 
 
-def test_two_optimizers_of_a_network_make_no_update_of_an_empty_window():
-    network = nn.SequentialCell(nn.Dense(1, 1), nn.Dense(1, 1))
-    optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
-    accumulator = loop_of(network, optimizers, 1)
-    accumulator.prepare(*optimizers)
-    with accumulator.accumulate():
-        assert [optimizer.step() for optimizer in optimizers] == [None, None]
-
-
 def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
     network = line()
     optimizer = sgd(network)
     for _ in range(2):
-        accumulator = loop_of(network, optimizer, 1)
+        accumulator = Accumulator(mse(network), optimizer)
         accumulator.prepare(optimizer)
     accumulator.backward(*FOUR[0])
     assert optimizer.step() is not None and accumulator.updated
@@ -89,45 +74,40 @@ def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
 def test_a_parameter_called_step_stays():
     network = line()
     optimizer = nn.AdaFactor(network.trainable_params(), learning_rate=0.1, relative_step=False, scale_parameter=False)
-    loop_of(network, optimizer, 1).prepare(optimizer)
+    Accumulator(mse(network), optimizer).prepare(optimizer)
     assert isinstance(optimizer.step, ms.Parameter)
 
 
-class OwnSGD(nn.SGD):
-    """A user's optimizer, as in PyTorch, with methods of these names."""
+class OwnStep(nn.SGD):
+    """A user's optimizer, as in PyTorch, with a method of this name."""
 
     def step(self, gradients):
         return self(gradients)
 
+
+class OwnZero(nn.SGD):
     def zero_grad(self):
         return "mine"
 
 
-class OwnStep(nn.SGD):
-    def step(self, gradients):
-        return self(gradients)
-
-
-def test_the_methods_of_the_users_own_class_stay():
+def test_the_other_method_of_the_users_own_class_stays_too():
     network = line()
-    optimizer = OwnSGD(network.trainable_params(), 0.02)
-    accumulator = loop_of(network, optimizer, 1)
+    optimizer = OwnZero(network.trainable_params(), 0.02)
+    accumulator = Accumulator(mse(network), optimizer)
     accumulator.prepare(optimizer)
-    assert optimizer.step.__func__ is OwnSGD.step
-    assert optimizer.zero_grad() == "mine"
     accumulator.backward(*FOUR[0])
-    assert accumulator.step().updated
-    assert weight_of(network) == pytest.approx(descend((1, 2)), rel=1e-6)
+    assert optimizer.zero_grad() == "mine" and optimizer.step().updated
 
 
 def test_each_name_is_taken_by_itself_and_a_loop_that_relies_on_the_other_ends_loudly():
     network = line()
     optimizer = OwnStep(network.trainable_params(), 0.02)
-    accumulator = loop_of(network, optimizer, 1)
+    accumulator = Accumulator(mse(network), optimizer)
     accumulator.prepare(optimizer)
+    assert optimizer.step.__func__ is OwnStep.step
     accumulator.backward(*FOUR[0])
     optimizer.zero_grad()  # that of the loop
-    assert not accumulator.windows[0].is_open
+    assert accumulator.drop() == 0
     accumulator.backward(*FOUR[0])
     with pytest.raises(TypeError, match="gradients"):
         optimizer.step()

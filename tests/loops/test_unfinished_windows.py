@@ -8,47 +8,28 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 
-import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import X, batches, line, sgd, weight_of
-from loop_toy import FOUR, adjustable_sgd, toy_loop, train, updates_of
+from linear_toy import X, batches, line, mse, sgd, toy, toy_step, weight_of
+from loop_toy import FOUR, adjustable_sgd, optimizer_of, own_loop, toy_loop, train, updates_of
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental.optim.lr_scheduler import StepLR
-from refusal import refuses, warns
+from refusal import all_warnings, no_warning, refuses, warns
 
 from ms_gradaccum import Accumulator, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
-OPEN = "For 'Accumulator', a window of {} was still open {}, and no update was made with it. Call flush()"
-
-
-def own_loop(steps):
-    network = line()
-    return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), steps)
 
 
 def test_a_window_that_is_left_open_is_named_when_the_next_pass_begins():
     _, accumulator = toy_loop(4)
     prepared = accumulator.prepare(FOUR)
     updates_of(accumulator, itertools.islice(prepared, 3))
-    rule = OPEN.format("3 batches", "when the next pass over its data began").replace("()", r"\(\)")
-    with pytest.warns(UserWarning, match=rule) as told:
+    with warns("3 batches was still open when the next pass") as told:
         updates_of(accumulator, itertools.islice(prepared, 2))
         updates_of(accumulator, itertools.islice(prepared, 2))
     assert len(told) == 1
-
-
-def test_a_window_that_is_left_open_is_named_at_the_end_of_its_accumulator():
-    _, accumulator = own_loop(3)
-    updates_of(accumulator, FOUR)
-    with pytest.warns(
-        UserWarning, match=OPEN.format("1 batch", "at the end of its Accumulator").replace("()", r"\(\)")
-    ):
-        del accumulator
-        gc.collect()
 
 
 @pytest.mark.parametrize(("lengths", "found"), [((4, 4, 4), ""), ((4, 6, 4), 6), ((4, 3, 4), 3)])
@@ -106,41 +87,41 @@ for _ in range(4):
 """
 
 
-OF_STEP = OPEN.replace("Accumulator", "TrainOneStepCell").format("1 batch", "at the end of its step")
+def trained_loop():
+    """A loop of three batches per window that is called four times."""
+    _, accumulator = own_loop(3)
+    updates_of(accumulator, FOUR)
+    return accumulator
 
 
-def own_step(end=None):
-    """A step of three batches per window that is called four times."""
-    network = line()
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=3)
+def trained_step():
+    """The same by a step."""
+    _, step = toy_step(accumulation_steps=3)
     for each in FOUR:
         step(*each)
-    if end is not None:
-        getattr(step, end)()
+    return step
 
 
-def test_a_window_of_a_step_that_nobody_finishes_is_named_once():
-    with pytest.warns(UserWarning, match=re.escape(OF_STEP)) as told:
-        own_step()
+@pytest.mark.parametrize("make, place", [(trained_loop, "its Accumulator"), (trained_step, "its step")])
+def test_a_window_that_nobody_finishes_is_named_once_at_the_end(make, place):
+    with warns(f"1 batch was still open at the end of {place}") as told:
+        make()
         gc.collect()
     assert len([each for each in told if "still open" in str(each.message)]) == 1
 
 
+@pytest.mark.parametrize("make", [trained_loop, trained_step])
 @pytest.mark.parametrize("end", ["flush", "drop"])
-def test_a_window_of_a_step_that_is_finished_is_not_named(end):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own_step(end)
+def test_a_window_that_is_finished_is_not_named(make, end):
+    with no_warning():
+        getattr(make(), end)()
         gc.collect()
 
 
 @pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
 def test_a_model_finishes_its_windows_or_was_told_to_carry_them(last_window):
-    network = line()
-    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), sgd(network)
-    model = Model(loss_cell, optimizer=optimizer, accumulation_steps=3, last_window=last_window)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    _, model = toy(accumulation_steps=3, last_window=last_window, check_loss=True)
+    with no_warning():
         model.train(1, batches(2))
         del model
         gc.collect()
@@ -148,16 +129,15 @@ def test_a_model_finishes_its_windows_or_was_told_to_carry_them(last_window):
 
 def test_windows_that_are_left_open_are_named_once_at_the_end_of_the_program():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr.count(OPEN.format("1 batch", "at the end of its Accumulator")) == 1
-    assert done.stderr.count(OF_STEP) == 1
+    for place in ("Accumulator", "step"):
+        assert done.stderr.count(f"1 batch was still open at the end of its {place}") == 1
 
 
-@pytest.mark.parametrize("end", ["flush", "drop", "carried", "held open", "evaluated"])
-def test_windows_that_are_finished_or_carried_are_not_named(end):
+@pytest.mark.parametrize("end", ["carried", "held open", "evaluated"])
+def test_windows_that_are_carried_or_held_open_are_not_named(end):
     _, accumulator = toy_loop(3, sync_with_dataloader=end != "carried")
     prepared, other = accumulator.prepare(FOUR, FOUR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         for _ in range(2):
             if end == "held open":
                 with accumulator.no_sync():
@@ -166,22 +146,14 @@ def test_windows_that_are_finished_or_carried_are_not_named(end):
             for _ in train(accumulator, prepared if end == "carried" else itertools.islice(prepared, 2)):
                 if end == "evaluated":
                     assert len(list(other)) == 4
-            if end in ("flush", "evaluated"):
+            if end == "evaluated":
                 accumulator.flush()
-            if end == "drop":
-                accumulator.drop()
         accumulator.drop()
 
 
-def rate_loop(steps):
-    network = line()
-    optimizer = adjustable_sgd(network)
-    return optimizer, Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps)
-
-
 def test_a_rate_that_moves_inside_a_window_is_named():
-    optimizer, accumulator = rate_loop(4)
-    scheduler = StepLR(optimizer, 1, 0.5)
+    _, accumulator = own_loop(4, make_optimizer=adjustable_sgd)
+    scheduler = StepLR(optimizer_of(accumulator), 1, 0.5)
     with warns("rate has changed") as told:
         for _ in train(accumulator, FOUR * 2):
             scheduler.step()
@@ -190,18 +162,15 @@ def test_a_rate_that_moves_inside_a_window_is_named():
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_rate_that_moves_between_windows_is_not_named(steps):
-    optimizer, accumulator = rate_loop(steps)
-    scheduler = accumulator.prepare(StepLR(optimizer, 1, 0.5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    _, accumulator = own_loop(steps, make_optimizer=adjustable_sgd)
+    scheduler = accumulator.prepare(StepLR(optimizer_of(accumulator), 1, 0.5))
+    with no_warning():
         list(train(accumulator, FOUR * 2, scheduler))
 
 
 def test_a_rate_that_moves_inside_the_window_of_a_step_is_named():
-    network = line()
-    optimizer = experimental.SGD(network.trainable_params(), 0.02)
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, accumulation_steps=2)
-    scheduler = StepLR(optimizer, 1, 0.5)
+    _, step = toy_step(make_optimizer=adjustable_sgd, accumulation_steps=2)
+    scheduler = StepLR(step.optimizer, 1, 0.5)
     step(*FOUR[0])
     scheduler.step()
     with warns("rate has changed"):
@@ -223,9 +192,9 @@ class Product(nn.Cell):
 def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
     network, follower = line(), line()
     steps = 1 if face == "one batch" else 2
-    losses = [nn.WithLossCell(follower, nn.MSELoss()), Product(network, follower)]
+    losses = [mse(follower), Product(network, follower)]
     if face == "another network":
-        losses[1] = nn.WithLossCell(network, nn.MSELoss())
+        losses[1] = mse(network)
     optimizers = [nn.SGD(each.trainable_params(), 0.02) for each in (follower, network)]
 
     def run():
@@ -241,8 +210,7 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
                 accumulator.backward(*batch, network=losses[1])
                 accumulator.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         run()
     told = [str(each.message) for each in caught if "the gradient of this window mixes two models" in str(each.message)]
     assert len(told) == (face in ("steps", "Accumulator"))
@@ -250,12 +218,11 @@ def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
 
 def test_a_step_that_is_freed_inside_a_window_has_updated_nothing_there():
     network = line()
-    loss = nn.WithLossCell(network, nn.MSELoss())
+    loss = mse(network)
     before = TrainOneStepCell(loss, sgd(network))
     before(*FOUR[0])
     step = TrainOneStepCell(loss, sgd(network), accumulation_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         step(*FOUR[1])
         del before
         gc.collect()
@@ -265,7 +232,7 @@ def test_a_step_that_is_freed_inside_a_window_has_updated_nothing_there():
 def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
     network = nn.Dense(1, 1, "zeros", "zeros")
     optimizers = [nn.SGD([network.weight], 0.02), nn.SGD([network.bias], 0.02)]
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizers)
+    accumulator = Accumulator(mse(network), optimizers)
 
     def fails(*args):
         raise OSError
@@ -279,17 +246,13 @@ def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_what_trains_is_not_copied(make_copy):
-    network = line()
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
-    for trained in (step, toy_loop(2)[1]):
+    for trained in (toy_step()[1], toy_loop(2)[1]):
         with refuses(TypeError, "training step"):
             make_copy(trained)
 
 
 def test_a_second_thread_in_a_batch_is_refused():
-    network = line()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    step = TrainOneStepCell(loss_cell, sgd(network))
+    network, step = toy_step()
     errors = []
 
     def called():

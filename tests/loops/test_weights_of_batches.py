@@ -1,22 +1,17 @@
 """Gradients that a loop gives without their weight."""
 
-import warnings
-
 import numpy as np
 import pytest
-from linear_toy import X, descend, line, sgd
+from linear_toy import X, descend, line, sgd, weight_of
 from mindspore import Tensor
-from refusal import refuses
+from refusal import all_warnings
 
 from ms_gradaccum import Accumulator, GradAccumulation
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-UNWEIGHTED = (
-    "For 'Accumulator', batches of different sizes need a weight, but got none: all batches and ranks count alike. "
-    "Call accumulator(grads, len(x), loss), or prepare the dataset."
-)
+UNWEIGHTED = "batches of different sizes need a weight"
 
 
 def loop(sizes, steps, weight=None, prepares=True, passes=1, cut=lambda part: [part], axis=0, **settings):
@@ -26,8 +21,7 @@ def loop(sizes, steps, weight=None, prepares=True, passes=1, cut=lambda part: [p
     ends = np.cumsum(sizes)
     parts = [(X[end - size : end],) for end, size in zip(ends, sizes)]
     loader = accumulator.prepare(parts) if prepares else parts
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for _ in range(passes):
             for (whole_part,) in loader:
                 for part in cut(whole_part):
@@ -35,23 +29,27 @@ def loop(sizes, steps, weight=None, prepares=True, passes=1, cut=lambda part: [p
                     gradient = mean(2 * part * (part * network.weight.asnumpy() - 2 * part), keepdims=True)
                     own = len(part) if weight == "rows" else weight
                     accumulator((Tensor(gradient),), own, **settings)
-    return network.weight.asnumpy().item(), [str(each.message) for each in caught if UNWEIGHTED in str(each.message)]
+    return weight_of(network), [UNWEIGHTED for each in caught if UNWEIGHTED in str(each.message)]
 
 
-def test_the_rows_of_a_prepared_dataset_are_the_weight():
-    """Batches of 3, 3 and 1 rows; counted alike, the window would move the weight elsewhere."""
-    weight, warned = loop([3, 3, 1], 3)
-    assert weight == pytest.approx(descend(range(1, 8)), rel=1e-5) and warned == []
-    means = [descend(rows) for rows in ((1, 2, 3), (4, 5, 6), (7,))]
-    assert abs(np.mean(means) - weight) > 0.1
+PARTS = [(1, 2, 3), (4, 5, 6), (7,)]
+ALL_ROWS = descend(range(1, 8))
+ALIKE = np.mean([descend(rows) for rows in PARTS])
+# Batches of 3, 3 and 1 rows: the batches of a window, settings, and the weight.
+KNOWN = {
+    "the rows of a prepared dataset": (3, {}, ALL_ROWS),
+    "rows": (3, {"weight": "rows"}, ALL_ROWS),
+    "a 1 on purpose": (3, {"weight": 1.0}, ALIKE),
+    "one batch for each update": (1, {"prepares": False}, descend(*PARTS)),
+    # Each row counts alike in a sum, which is divided by the number of batches.
+    "sums": (3, {"prepares": False, "reduction": "sum"}, 7 / 3 * ALL_ROWS),
+}
 
 
-def test_a_given_weight_is_used_and_needs_no_word():
-    assert loop([3, 3, 1], 3, weight="rows") == (pytest.approx(descend(range(1, 8)), rel=1e-5), [])
-    # Also a 1 that the loop gives on purpose.
-    alike, warned = loop([3, 3, 1], 3, weight=1.0)
-    means = [descend(rows) for rows in ((1, 2, 3), (4, 5, 6), (7,))]
-    assert alike == pytest.approx(np.mean(means), rel=1e-5) and warned == []
+@pytest.mark.parametrize("steps, settings, expected", KNOWN.values(), ids=KNOWN)
+def test_a_weight_that_is_known_needs_no_word(steps, settings, expected):
+    assert loop([3, 3, 1], steps, **settings) == (pytest.approx(expected, rel=1e-5), [])
+    assert abs(ALIKE - ALL_ROWS) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -66,19 +64,3 @@ def test_a_given_weight_is_used_and_needs_no_word():
 def test_batches_whose_rows_nobody_knows_are_said_once(settings):
     _, warned = loop([3, 3], 4 if "cut" in settings else 2, passes=2, **settings)
     assert warned == [UNWEIGHTED]
-
-
-def test_one_batch_for_each_update_needs_no_weight():
-    assert loop([3, 3, 1], 1, prepares=False) == (pytest.approx(descend((1, 2, 3), (4, 5, 6), (7,)), rel=1e-5), [])
-
-
-def test_sums_need_no_weight():
-    """Each row counts alike in a sum, which is divided by the number of batches."""
-    weight, warned = loop([3, 3, 1], 3, prepares=False, reduction="sum")
-    assert weight == pytest.approx(7 / 3 * descend(range(1, 8)), rel=1e-5) and warned == []
-
-
-def test_the_weight_is_checked_as_ever():
-    network = line()
-    with refuses(ValueError, "'weight'", "at least 0"):
-        Accumulator(network, sgd(network))((Tensor(np.ones((1, 1), np.float32)),), -1.0)

@@ -2,17 +2,15 @@
 
 from types import SimpleNamespace
 
-import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum import HSDP
 from ms_gradaccum.parallel import collectives
 from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets
-from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, layout_of
+from ms_gradaccum.parallel.layout import Ranks, layout_of
 
 ONE = Ranks(1, 1, "CPU")
 
@@ -69,31 +67,6 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
         parts = [part for run, count in zip(runs, counts) for part in np.split(run, count)]
         assert [list(part) for part in parts] == [list(part) for part in expected]
         assert len({length // count for length, count in zip(lengths, counts)}) == len(counts)
-
-
-def test_a_message_has_gradients_of_one_dtype_and_float32_goes_first_with_the_scalars():
-    tensors, half = parameters_of([(2, 3), (3,), (3, 3), (3,)]), ms.float16
-    dtypes = (half, ms.float32, half, ms.float32)
-    replicated = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).replicated
-    assert [(*each[:2], each.elements * each.itemsize) for each in replicated] == [
-        ((4, 5, 3, 1), ms.float32, 4 * 8),
-        ((0, 2), half, 2 * 15),
-    ]
-    assert [each.dtype for each in layout_of(None, tensors, ONE, (1, 1), (half,) * 4).replicated] == [ms.float32, half]
-    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes)
-    assert [[each.dtype for each in buckets] for buckets in (layout.sharded, layout.replicated)] == [
-        [half],
-        [ms.float32, half],
-    ]
-
-
-def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
-    """A shard counts by its own size."""
-    tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
-    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1))
-    (sharded,), (replicated,) = layout.sharded, layout.replicated
-    assert sharded.indices == (3, 1, 2, 0) and replicated.indices == (5, 6, 4)
-    assert sharded.runs == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
 
 
 class Parts(nn.Cell):

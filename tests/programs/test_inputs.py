@@ -2,7 +2,6 @@
 
 from collections import UserDict
 
-import mindspore as ms
 import numpy as np
 from harness import ROWS, UPDATES, Program, checks_of, regression
 from mindspore import Tensor, nn, ops
@@ -27,16 +26,6 @@ class OfDict(nn.Cell):
         return self.loss(batch["x"], batch["labels"], 1.0)
 
 
-class OfTuple(OfDict):
-    def construct(self, pair, scale):
-        return self.loss(pair[0], pair[1], scale)
-
-
-class WithDefault(OfDict):
-    def construct(self, x, y, scale=2.0):
-        return self.loss(x, y, scale)
-
-
 class Graph(nn.Cell):
     """A graph convolution per row: all rows share one adjacency matrix."""
 
@@ -58,69 +47,6 @@ def nodes(count):
         return [(*(numbers.normal(size=s).astype(np.float32) for s in shapes), adjacency) for _ in range(UPDATES)]
 
     return build
-
-
-class Prior(nn.Cell):
-    """A vector for the whole batch: the prior of the classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, ROWS)
-
-    def construct(self, x, y, prior):
-        return ops.square(ops.softmax(self.layer(x) + prior, -1) - y).mean()
-
-
-def with_prior():
-    prior = np.linspace(-1, 1, ROWS, dtype=np.float32)
-    return [(x, y, prior) for x, y in regression(outputs=ROWS)]
-
-
-class OnAxisOne(nn.Cell):
-    """Time first: the rows are on axis 1, as nn.LSTM has them by default."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, 1)
-
-    def construct(self, x, y):
-        return ops.square(self.layer(x).mean(0) - y).mean()
-
-
-def time_first():
-    numbers = np.random.default_rng(5)
-    return [(numbers.normal(size=(3, ROWS, 4)).astype(np.float32), y) for _, y in regression()]
-
-
-class Scaled(nn.Cell):
-    """A tensor without axes, such as a step number."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, 1)
-
-    def construct(self, x, y, scale):
-        return ops.square(self.layer(x) * scale - y).mean()
-
-
-class WeightedRows(OfDict):
-    """Takes a Python number per row, of which it makes a tensor."""
-
-    def construct(self, x, y, weights):
-        out = self.second(ops.tanh(self.first(x)))
-        return (ops.square(out - y) * Tensor(weights, ms.float32).reshape(-1, 1)).mean()
-
-
-class WeightedColumns(WeightedRows):
-    """Takes a list that has nothing of the rows, and is as long by chance."""
-
-    def construct(self, x, y, weights):
-        out = self.second(ops.tanh(self.first(x)))
-        return (ops.square(out - y) * Tensor(weights, ms.float32).mean()).mean()
-
-
-def with_list():
-    return [(x, y, [1.0 + i for i in range(ROWS)]) for x, y in regression()]
 
 
 def tokens():
@@ -168,32 +94,18 @@ def as_dicts():
 SHARED = {"batch_axis": (0, 0, None)}
 
 # What the error names: the input, and the argument that says how it is split.
-NOT_A_BATCH = r"(input\[2\]|'(adjacency|prior)').*batch_axis"
+NOT_A_BATCH = r"(input\[2\]|'adjacency').*batch_axis"
 
 PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
-    "tuple and a number": Program(OfTuple, batches=lambda: [((x, y), 1.5) for x, y in regression()], faces=LOOPS),
-    "default": Program(WithDefault),
     "adjacency matrix": Program(Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
     "adjacency matrix as large as the rows": Program(Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT),
-    "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
-    "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
-    "number per row in a list": Program(
-        WeightedRows, batches=with_list, parts=ROWS, named="'weights' seems to have an item per row", faces=SPLIT
-    ),
     "tensors in a UserDict": Program(
         OfMapping, batches=tokens, named="got a UserDict", faces=("step 1", "step 4"), modes=("PYNATIVE",)
     ),
     "numbers in a UserDict": Program(
         WithSettings, batches=with_settings, faces=("step 1", "step 4"), modes=("PYNATIVE",)
-    ),
-    "a number per column in a list, batch_axis": Program(
-        WeightedColumns, batches=with_list, settings=SHARED, faces=SPLIT, modes=("PYNATIVE",)
-    ),
-    "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
-    "no rows": Program(
-        Scaled, batches=lambda: [(x, y, np.array(0.5 + i, np.float32)) for i, (x, y) in enumerate(regression())]
     ),
 }
 

@@ -2,11 +2,8 @@
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
-import pytest
-from harness import UPDATES, Program, check, checks_of, rows
-from mindspore import Tensor, amp, nn, ops
-from optimizers_tried import OPTIMIZERS
-from quick_mindspore import compiling
+from harness import UPDATES, Program, checks_of
+from mindspore import amp, nn, ops
 
 RATES = [0.1, 0.05, 0.02]
 assert len(RATES) == UPDATES
@@ -71,12 +68,6 @@ def scaled(cell):
     return nn.Momentum(cell.trainable_params(), 0.05, 0.9, weight_decay=0.1, loss_scale=1024.0)
 
 
-def step_rates(i, cell, optimizer):
-    """Step a scheduler of the experimental optimizers after each update."""
-    for rate in optimizer.lrs:
-        ops.assign(rate, Tensor(0.1 / (i + 2), ms.float32))
-
-
 def adjustable(optimizer, **settings):
     return lambda cell: optimizer(cell.trainable_params(), **settings)
 
@@ -135,53 +126,6 @@ PROGRAMS = {
         Net, adjustable(experimental.AdamW, lr=0.1, eps=0.1), built=OneCycle.built, between=OneCycle.between
     ),
 }
-
-
-def sensitive(settings):
-    """Settings with an epsilon as small as the gradients of this network."""
-    return settings | {"eps": 0.1} if "eps" in settings else settings
-
-
-# Their loss, which is measured above, is always the same.
-ONE_FACE = {"faces": ("step 4",), "step": {"check_loss": False}}
-
-
-def with_rate(i, name):
-    """The optimizer with a list of rates or a schedule in turn, in one of the modes in turn."""
-    optimizer, settings = OPTIMIZERS[name]
-    base = settings["learning_rate"]
-    rates = [base, base / 2, base / 5]
-
-    def build(cell):
-        rate = rates if i % 2 else nn.ExponentialDecayLR(base, 0.5, 1)
-        return optimizer(cell.trainable_params(), **{**sensitive(settings), "learning_rate": rate})
-
-    return Program(Net, build, **ONE_FACE, modes=(("GRAPH", "PYNATIVE")[i // 2 % 2],))
-
-
-def with_scheduler(i, name):
-    """The experimental or mint optimizer, whose rates a scheduler moves after each update."""
-    optimizer, settings = OPTIMIZERS[name]
-    modes = ("GRAPH",) if name.startswith("mint") or i % 2 else ("PYNATIVE",)
-    # The rates are parameters, which a graph reads anew.
-    oracle = None if name.startswith("mint") or name.endswith(("AdamW", "RAdam", "NAdam")) else "PYNATIVE"
-    build, settings = adjustable(optimizer, **sensitive(settings)), {"modes": modes, "oracle": oracle}
-    return Program(Net, build, between=step_rates, **ONE_FACE, **settings)
-
-
-# One of each way to come by a rate: those of a package share it, apart from what has a schedule of its own.
-RATED = ["SGD", "Adam", "AdamWeightDecay", "ASGD", "AdaFactor, own rate", "user-defined"]
-MOVED = ["experimental SGD", "experimental AdamW", "experimental ASGD", "experimental RAdam", "experimental NAdam"]
-MOVED += ["mint SGD", "mint Adam"]
-SCHEDULES = {name: with_rate(i, name) for i, name in enumerate(RATED)}
-SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
-
-
-@pytest.mark.parametrize("program,mode,face", rows(SCHEDULES))
-def test_each_optimizer_with_a_schedule(program, mode, face):
-    # The rate is in the compiled report in GRAPH mode alone: in PYNATIVE mode that is the same for all.
-    with compiling("the optimizer", *(["the report"] if mode == "GRAPH" else [])):
-        check(program, mode, face)
 
 
 test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

@@ -58,54 +58,17 @@ def replace_target(i, cell, optimizer):
     cell.target = Tensor(np.float32(i + 1))
 
 
-class Switched(Net):
-    """A network whose activation is replaced in mid-training."""
-
-    def __init__(self):
-        super().__init__()
-        self.act = nn.Tanh()
-
-    def forward(self, x):
-        return self.second(self.act(self.first(x)))
-
-
-def replace_cell(i, cell, optimizer):
-    cell.act = nn.ReLU()
-
-
-SCALE = 1.0
-
-
-class OfGlobal(Net):
-    def construct(self, x, y):
-        return ops.square(self.forward(x) - SCALE * y).mean()
-
-
-def change_global(i, cell, optimizer):
-    global SCALE
-    SCALE = 2.0 + i
-
-
-def reset_global(cell, optimizer):
-    global SCALE
-    SCALE = 1.0
-
-
 def freeze_first(i, cell, optimizer):
     for parameter in cell.first.get_parameters():
         parameter.requires_grad = False
 
 
-class NoisyByPython(Net):
-    """Augmentation by Python's own random numbers."""
+class Noisy(Net):
+    """Augmentation by the random numbers of Python and of NumPy."""
 
     def construct(self, x, y):
-        return ops.square(self.forward(x * (0.5 + random.random())) - y).mean()
-
-
-class NoisyByNumpy(Net):
-    def construct(self, x, y):
-        return ops.square(self.forward(x * float(np.random.uniform(0.5, 1.5))) - y).mean()
+        noise = random.random() + float(np.random.uniform(0.5, 1.5))
+        return ops.square(self.forward(x * noise) - y).mean()
 
 
 class Clocked(Net):
@@ -139,6 +102,39 @@ class InPlace(Net):
         alias = hidden
         alias *= 2
         return ops.square(self.second(hidden) - y).mean()
+
+
+class Activated(nn.Cell):
+    def __init__(self, layer):
+        super().__init__(auto_prefix=False)
+        self.layer = layer
+
+    def construct(self, x):
+        return ops.tanh(self.layer(x))
+
+
+class Recomputed(Net):
+    """A part of the forward pass runs once more in the backward pass."""
+
+    def forward(self, x):
+        return self.second(ms.recompute(Activated(self.first), x))
+
+
+class SavedElsewhere(Net):
+    """The tensors of the backward pass are kept as arrays of the host."""
+
+    def forward(self, x):
+        with ms.saved_tensors_hooks(lambda tensor: tensor.asnumpy(), Tensor):
+            return super().forward(x)
+
+
+class WithTeacher(Net):
+    """The targets come from a pass without gradients."""
+
+    def construct(self, x, y):
+        with ms._no_grad():
+            target = self.forward(0.5 * x)
+        return super().construct(x, y + target)
 
 
 class Remembers(Net):
@@ -176,14 +172,6 @@ class EarlyExit(Net):
         if loss > 1e-6:
             loss = loss + 0.1 * ops.abs(out).mean()
         return loss
-
-
-class ByNumpy(Net):
-    """Leaves MindSpore for NumPy in the forward pass: MindSpore's JIT fallback."""
-
-    def construct(self, x, y):
-        scale = Tensor(np.array([1.0, 2.0, 3.0, 4.0], np.float32))
-        return ops.square(self.forward(x * scale) - y).mean()
 
 
 class NumpyOfValues(Net):
@@ -312,17 +300,16 @@ ONLY_EAGER = {"modes": ("PYNATIVE",)}
 PROGRAMS = {
     "annealed weight": Program(Annealed, between=anneal),
     "replaced tensor": Program(WithConstant, between=replace_target),
-    "replaced cell": Program(Switched, between=replace_cell),
-    "changed global": Program(OfGlobal, prepare=reset_global, between=change_global),
     "requires_grad=False in mid-training": Program(Net, between=freeze_first),
-    "random in construct": Program(NoisyByPython, parts=1, **ONLY_EAGER),
-    "np.random in construct": Program(NoisyByNumpy, parts=1, **ONLY_EAGER),
+    "random in construct": Program(Noisy, parts=1, **ONLY_EAGER),
+    "recomputed by a function": Program(Recomputed, **ONLY_EAGER),
+    "tensors saved on the host": Program(SavedElsewhere, **ONLY_EAGER),
+    "a pass without gradients": Program(WithTeacher, **ONLY_EAGER),
     "gradient reversal": Program(Reversed, warned=BACKWARD, **ONLY_EAGER),
     "in place on an alias": Program(InPlace, **ONLY_EAGER),
     "self.last": Program(Remembers, watch=lambda cell: [cell.last.asnumpy()], **ONLY_EAGER),
     "list and dict that grow": Program(Grows, parts=1, watch=lambda cell: cell.history, **ONLY_EAGER),
     "branch on a value": Program(EarlyExit),
-    "numpy of constants": Program(ByNumpy),
     "numpy of values": Program(NumpyOfValues, **ONLY_EAGER),
     "numpy of values, typed": Program(TypedNumpy),
     "numpy beside the loss": Program(NumpyBeside, **ONLY_EAGER),

@@ -31,7 +31,3 @@ def test_it_starts(file, monkeypatch, capsys, tmp_path):
         runpy.run_path(str(file), run_name="__main__")
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage:")
-
-
-def test_there_are_benchmarks_to_start():
-    assert len(PROGRAMS) > 5

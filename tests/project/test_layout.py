@@ -40,16 +40,6 @@ def test_there_is_no_import_cycle():
             del imports[name]
 
 
-@pytest.mark.parametrize("folder", ["ms_gradaccum", "tests", "benchmarks", "clients", "sample_code"])
-def test_a_docstring_begins_with_a_noun_or_a_verb(folder):
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    files = list((PACKAGE.parent / folder).rglob("*.py"))
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds))
-    docstrings = [docstring for node in nodes if (docstring := ast.get_docstring(node))]
-    assert len(docstrings) > len(files) > 0
-    assert [each for each in docstrings if re.match(r"(What|Who|Whose|Whether|Where|Of)\b", each)] == []
-
-
 def test_the_page_for_maintainers_has_the_same_rooms():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     rooms = re.findall(r"^\| `(\w+?)(?:\.py|/)` \|", page, re.M)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from test_links import links_of
+from test_docs import links_of
 
 ROOT = Path(__file__).parents[2]
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M).group(1)
@@ -156,9 +156,6 @@ def test_the_wheel_holds_the_package_and_the_licence_and_nothing_else(wheel):
     assert PACKAGE_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
     assert names[f"{METADATA}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert {name.split("/")[0] for name in names} == {"ms_gradaccum", METADATA}
-
-
-def test_one_wheel_is_for_all_machines(wheel):
     assert wheel.name == f"ms_gradaccum-{VERSION}-py3-none-any.whl"
 
 

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from sample_process import SUBSET, find_data, make_subset, processes_in, run_sample
+from sample_process import SUBSET, find_data, processes_in, run_sample
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def test_the_sample_succeeds_and_shows_rank_0(finished):
     assert f"Training on the data in DATA_PATH={SUBSET}." in result.stdout
     assert re.search(r"epoch 1/1: 94/94 .*, 94 updates, loss ", result.stdout)
     assert "[INFO]" not in result.stdout
+    assert processes_in(folder) == {}
 
 
 def test_the_log_tells_of_a_lower_loss_and_an_accuracy(finished):
@@ -32,19 +33,11 @@ def test_the_log_tells_of_a_lower_loss_and_an_accuracy(finished):
     assert accuracy > 30  # 43.2 when this was written; a guess has 10
 
 
-def test_no_process_is_left(finished):
-    folder, _ = finished
-    assert processes_in(folder) == {}
-
-
 def test_a_wrong_data_path_is_told_at_once(tmp_path):
     result = run_sample(tmp_path, DATA_PATH=str(tmp_path / "nowhere"))
     assert result.returncode == 1
-    assert result.stderr == (
-        f"Error: No train images in {tmp_path}/nowhere: looked for train-images-idx3-ubyte and "
-        f"train-labels-idx1-ubyte, raw or .gz, in {tmp_path}/nowhere, {tmp_path}/nowhere/train. "
-        "Set DATA_PATH to a folder that holds them, or unset it.\n"
-    )
+    assert result.stderr.startswith(f"Error: No train images in {tmp_path}/nowhere: ")
+    assert "Set DATA_PATH" in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -80,17 +73,6 @@ def test_every_layout_is_found(tmp_path, cache, layout, packed):
         assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == list(range(count))
 
 
-def test_packed_files_are_unpacked_once_and_again_when_they_change(tmp_path, cache):
-    lay_out(tmp_path, "train", packed=True)
-    first = find_data.folder_in(tmp_path, "train")
-    (first / find_data.LABELS["train"]).write_bytes(b"kept")
-    assert find_data.folder_in(tmp_path, "train") == first
-    assert re.fullmatch(r"train-[0-9a-f]{16}", first.name)
-    assert (first / find_data.LABELS["train"]).read_bytes() == b"kept"
-    lay_out(tmp_path, "train", packed=True)
-    assert find_data.folder_in(tmp_path, "train") != first
-
-
 def test_without_a_path_the_installed_package_comes_before_the_subset(tmp_path):
     *folders, which = find_data.find_data(None, debian_package=tmp_path / "not installed")
     assert folders == [SUBSET / "train", SUBSET / "test"]
@@ -100,25 +82,3 @@ def test_without_a_path_the_installed_package_comes_before_the_subset(tmp_path):
     *folders, which = find_data.find_data(None, debian_package=tmp_path)
     assert folders == [tmp_path, tmp_path]
     assert which == f"Fashion-MNIST, 60,000 images, in {tmp_path}"
-
-
-def test_the_subset_is_balanced_and_small():
-    for usage, count in make_subset.PER_CLASS.items():
-        labels = find_data.read_idx(SUBSET / usage / find_data.LABELS[usage])
-        assert np.bincount(labels).tolist() == [count] * 10
-        assert find_data.read_idx(SUBSET / usage / find_data.IMAGES[usage]).shape == (10 * count, 28, 28)
-    assert sum(file.stat().st_size for file in SUBSET.rglob("*")) < 6_000_000
-
-
-def test_the_subset_is_the_first_images_of_each_class_in_their_order(tmp_path, monkeypatch):
-    labels = np.array([1, 0, 0, 1, 1, 0], np.uint8)
-    for usage in ("train", "test"):
-        find_data.write_idx(tmp_path / find_data.LABELS[usage], labels)
-        images = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
-        find_data.write_idx(tmp_path / find_data.IMAGES[usage], images)
-    monkeypatch.setattr(make_subset, "PER_CLASS", {"train": 2, "test": 1})
-    make_subset.make_subset(tmp_path, tmp_path / "subset")
-    for usage, chosen in (("train", [0, 1, 2, 3]), ("test", [0, 1])):
-        folder = tmp_path / "subset" / usage
-        assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == labels[chosen].tolist()
-        assert find_data.read_idx(folder / find_data.IMAGES[usage]).ravel().tolist() == chosen

@@ -1,18 +1,13 @@
 """The two tiers of the tests: each entry of the list is there, and the commands choose what they say."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tiers
 from tiers import FIRST_TIER, listed, of_second_tier
 
 ROOT = Path(__file__).parents[2]
-# Whatever a caller adds to each pytest, such as -v, would change what is read here.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
 FILES = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rglob("test_*.py"))
 
 
@@ -48,71 +43,6 @@ def test_each_room_has_files_in_the_first_tier():
 )
 def test_an_entry_is_the_beginning_of_a_name(entry, nodeid, has_it):
     assert of_second_tier(nodeid, frozenset([entry])) is has_it
-
-
-def test_the_first_tier_tries_a_tenth_of_the_examples(monkeypatch):
-    ordinary = tiers.settings.get_profile("default")
-    before = tiers.settings.default
-    try:
-        tiers.settings.load_profile("default")
-        assert tiers.share_of(300) == 300
-        tiers.try_few_examples()
-        assert tiers.settings.default.max_examples == ordinary.max_examples // 10
-        assert tiers.share_of(300) == 30 and tiers.share_of(5) == 2
-    finally:
-        tiers.settings.register_profile("as before", before)
-        tiers.settings.load_profile("as before")
-
-
-HOOK = """
-import pathlib, pytest, tiers
-tiers.FILE = pathlib.Path(__file__).with_name('second_tier.txt')
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items): tiers.mark(items)
-"""
-TRIED = """
-import pytest
-
-@pytest.fixture
-def four():
-    pass
-
-@pytest.fixture(params=["two", "four"])
-def reports(request):
-    pass
-
-def test_listed(): pass
-def test_first(): pass
-def test_ranks(four): pass
-def test_reports(reports): pass
-@pytest.mark.parametrize("name", __import__("tiers").some(["a", "b", "c"], "b"))
-def test_some(name): pass
-@pytest.mark.parametrize("name, number", __import__("tiers").some([("a", 1), ("b", 2)], ("b", 2)))
-def test_pairs(name, number): pass
-"""
-
-
-@pytest.mark.parametrize(
-    "choice, chosen",
-    [
-        (FIRST_TIER, ["test_first", "test_reports[two]", "test_some[b]", "test_pairs[b-2]"]),
-        (
-            "second_tier",
-            ["test_listed", "test_ranks", "test_reports[four]", "test_some[a]", "test_some[c]", "test_pairs[a-1]"],
-        ),
-    ],
-)
-def test_what_is_listed_marked_or_needs_four_processes_is_the_second_tier(choice, chosen, tmp_path):
-    (tmp_path / "test_tried.py").write_text(TRIED)
-    (tmp_path / "second_tier.txt").write_text("# Why.\n\ntest_tried.py::test_listed\n")
-    (tmp_path / "conftest.py").write_text(HOOK)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = second_tier: see the file\n")
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
-    command += ["-m", choice, "test_tried.py"]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests" / "support")}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert [line.partition("::")[2] for line in ran.stdout.splitlines() if "::" in line] == chosen, ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import typed_sample
+from stand_in import stand_in
 
 import ms_gradaccum
 from ms_gradaccum.backend.plain_state import Json
@@ -26,17 +27,10 @@ OBJECT = ("self", "cls", "_cls")
 
 def modules_of_integrations(monkeypatch):
     """Import all integrations, with as much of mindformers as registers a class."""
-    register = types.ModuleType("mindformers.tools.register")
-    register.MindFormerRegister = types.SimpleNamespace(register_cls=lambda cls, module_type: cls)
-    register.MindFormerModuleType = types.SimpleNamespace(WRAPPER="wrapper")
-    context = types.ModuleType("mindformers.core.context.build_context")
-    context.is_legacy_model = lambda: True
-    for module in (register, context):
-        parts = module.__name__.split(".")
-        for end in range(1, len(parts)):
-            path = ".".join(parts[:end])
-            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, types.ModuleType(path)))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    register = types.SimpleNamespace(register_cls=lambda cls, module_type: cls)
+    kinds = types.SimpleNamespace(WRAPPER="wrapper")
+    stand_in(monkeypatch, "mindformers.tools.register", MindFormerRegister=register, MindFormerModuleType=kinds)
+    stand_in(monkeypatch, "mindformers.core.context.build_context", is_legacy_model=lambda: True)
     files = (ROOT / "ms_gradaccum" / "integrations").glob("[a-z]*.py")
     names = sorted(f"ms_gradaccum.integrations.{file.stem}" for file in files)
     found = [importlib.import_module(name) for name in names]

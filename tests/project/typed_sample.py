@@ -53,7 +53,6 @@ class Watch:
     updates = 0
 
     def on_update_end(self, event: StepEvent) -> None:
-        assert_type(event.micro_batch, int | None)
         assert_type(event.output, StepOutput | None)
         self.updates = event.updates
 
@@ -83,28 +82,17 @@ def step_by_step(folder: Path) -> StepReport | None:
         compile=False if ms.get_context("mode") == ms.GRAPH_MODE else None,
     )
     watch = Watch()
-    assert_type(step.add_callback(watch), None)
+    step.add_callback(watch)
     output = step(*batch)
     assert_type(output, StepOutput)
     assert_type(output.loss, Tensor | None)
-    assert_type(output.updated, Tensor)
-    assert_type(output.other_losses, tuple[Tensor, ...])
-    assert_type(output.ends_window, bool)
-    assert_type(output.item(), float)
-    assert_type(float(output), float)
     loss, _overflow, _scale = output
     assert_type(loss, Tensor)
-    assert_type(output.asnumpy().shape, tuple[int, ...])
     assert_type(step.flush(), StepOutput | None)
-    assert_type(step.drop(), int)
-    assert_type(step.open_batches(), int)
-    assert_type(step.accumulation_steps, int)
     names: Iterator[tuple[str, Parameter]] = step.parameters_and_names()
     assert_type(step.set_train(), TrainOneStepCell)
     saved = save_state(step, folder / "states", extra={"epoch": 1, "name": "toy", "losses": [1.0, 0.5]})
     assert_type(saved, SavedState)
-    assert_type(saved.path, Path)
-    assert_type(saved.epoch, int | None)
     loaded = load_state(step, str(folder / "states"))
     epoch = loaded.extra["epoch"]
     assert isinstance(epoch, int) and watch.updates == 1 and len(list(names)) > 0
@@ -114,8 +102,6 @@ def step_by_step(folder: Path) -> StepReport | None:
     if report is not None:
         assert_type(report.loss, float | None)
         assert_type(report.learning_rate, float | tuple[float, ...])
-        assert_type(report.batches, int | None)
-        assert_type(report.as_dict(), dict[str, float])
     return report
 
 
@@ -140,7 +126,6 @@ def by_model(folder: Path) -> Model:
     assert_type(model.train(1, dataset(), callbacks, dataset_sink_mode=False, resume=True), None)
     model.fit(2, dataset(), dataset(), callbacks=LossMonitor(), initial_epoch=1)
     assert_type(ema.parameters, list[Parameter])
-    assert_type(ema.updates, int)
     with ema.swapped():
         pass
     return model
@@ -150,8 +135,6 @@ def by_loop() -> int:
     loss_cell, _, _ = build()
     optimizer = SGD(loss_cell.trainable_params(), 0.02)
     config = AccumulationConfig(schedule={0: 2, 3: 4}, sync_with_dataloader=True)
-    assert_type(config.sync_with_dataloader, bool)
-    assert_type(config.steps_for(5, updates=0), int)
     accumulator = Accumulator(loss_cell, optimizer, config=config, clip=ClipByGroupNorm({"*": 1000.0}))
     x = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1)
     batches = [(Tensor(rows), Tensor(2 * rows)) for rows in x]
@@ -162,7 +145,6 @@ def by_loop() -> int:
     for inputs, labels in prepared:
         with accumulator.accumulate():
             assert_type(accumulator.backward(inputs, labels), Tensor)
-            assert_type(accumulator.sync_gradients, bool)
             output = accumulator.step()
             assert_type(output, StepOutput | tuple[StepOutput, ...] | None)
             if isinstance(output, StepOutput):
@@ -171,7 +153,6 @@ def by_loop() -> int:
             accumulator.zero_grad()
     only = accumulator.step(network=loss_cell) if accumulator.sync_gradients else None
     assert_type(only, StepOutput | None)
-    assert_type(accumulator.drop(), int)
     return updates
 
 
@@ -183,13 +164,10 @@ def before_a_training() -> TrainingPlan:
         epochs=1,
         accumulation_steps=4,
     )
-    assert_type(plan.updates, int)
-    assert_type(plan.updates_per_epoch, int)
     report = verify(loss_cell, batch, 4)
     assert_type(report, VerifyReport)
     assert_type(report.parameters, tuple[ParameterDifference, ...])
     assert_type(report.compiled, CompileReport | None)
-    assert_type(report.causes, tuple[str, ...])
     assert report.equal and plan.updates == 1
     return plan
 
@@ -201,8 +179,7 @@ def in_processes_of_their_own() -> str:
 
 
 def settings() -> nn.Cell:
-    precision = MixedPrecision(ms.bfloat16, "O2", reduce_dtype="bf16")
-    assert_type(precision.init_scale, float)
+    MixedPrecision(ms.bfloat16, "O2", reduce_dtype="bf16")
     tokens = TokenMeanLoss(nn.Embedding(8, 8))
     assert_type(tokens(Tensor([[1, 2]]), Tensor([[1, 2]])), tuple[Tensor, Tensor])
     assert_type(GradAccumulation(tokens, 2).micro_size, int | None)

@@ -6,7 +6,7 @@ import warnings
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, line, mse, sgd
 from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from refusal import loss_cell, refuses, warns
@@ -15,107 +15,58 @@ from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning,
 
 pytestmark = pytest.mark.usefixtures("eager")
 BATCH = Tensor(X), Tensor(2 * X)
+LOSS = nn.MSELoss()
 LOSS_INSIDE = "nn.WithLossCell(network, loss_fn)"
 
 
-def accumulation_steps_as_the_third_argument(cell, optimizer):
-    """Answered with a loss scale."""
-    TrainOneStepCell(cell, optimizer, 4)
-
-
-def a_loss_as_the_second_argument(cell, optimizer):
-    """Answered with a loss scale, since the optimizer is the third."""
-    TrainOneStepCell(cell, nn.MSELoss(), optimizer)
-
-
-def a_loss_in_place_of_the_optimizer(cell, optimizer):
-    TrainOneStepCell(cell, nn.MSELoss())
-
-
-def a_loss_in_place_of_a_number(cell, optimizer):
-    GradAccumulation(cell, nn.MSELoss())
-
-
-def a_loss_before_the_optimizer_of_a_loop(cell, optimizer):
-    Accumulator(cell, nn.MSELoss(), optimizer)
-
-
-def a_loss_before_the_number(cell, optimizer):
-    """Answered with 'takes from 2 to 3 positional arguments', as the next two were."""
-    GradAccumulation(cell, nn.MSELoss(), 4)
-
-
-def a_loss_after_the_number(cell, optimizer):
-    GradAccumulation(cell, 4, nn.MSELoss())
-
-
-def a_loss_before_the_optimizer_and_the_number(cell, optimizer):
-    Accumulator(cell, nn.MSELoss(), optimizer, 4)
-
-
-def a_loss_before_the_optimizer_and_the_number_of_a_step(cell, optimizer):
-    TrainOneStepCell(cell, nn.MSELoss(), optimizer, 4, True)
-
-
-def a_loss_by_name(cell, optimizer):
-    """Answered with `losses`."""
-    GradAccumulation(cell, 4, loss_fn=nn.MSELoss())
-
-
-def a_loss_around(cell, optimizer):
-    """Answered with the product of two micro_size."""
-    TrainOneStepCell(nn.WithLossCell(GradAccumulation(line(), 4), nn.MSELoss()), optimizer)
-
-
-def rows_of_a_micro_batch(cell, optimizer):
-    """Answered with micro_size alone, which is a number of micro batches."""
-    TrainOneStepCell(cell, optimizer, micro_batch_size=4)
-
-
-def rows_of_a_micro_batch_of_the_loss_cell(cell, optimizer):
-    """Answered by Python, with a missing 'micro_size'."""
-    GradAccumulation(cell, micro_batch_size=4)
-
-
-def an_optimizer_class(cell, optimizer):
-    """Answered with 'got type'."""
-    TrainOneStepCell(cell, nn.SGD)
-
-
-def no_loss(cell, optimizer):
-    """Answered with 'too many positional arguments', without the word loss."""
-    TrainOneStepCell(cell, optimizer)(*BATCH)
-
-
-def a_loss_and_gradients(cell, optimizer):
-    """Answered with 'must be a tuple of tensors, but got tuple'."""
-    Accumulator(cell, optimizer)(value_and_grad(cell, None, optimizer.parameters)(*BATCH))
-
-
+# What somebody wrote, and what the answer must have in it.
 MISTAKES = {
-    accumulation_steps_as_the_third_argument: ("'sens'", "Did you mean accumulation_steps=4?"),
-    a_loss_as_the_second_argument: ("'sens'", LOSS_INSIDE),
-    a_loss_in_place_of_the_optimizer: ("'optimizer'", LOSS_INSIDE),
-    a_loss_in_place_of_a_number: ("'micro_size'", LOSS_INSIDE),
-    a_loss_before_the_optimizer_of_a_loop: ("'accumulation_steps'", LOSS_INSIDE),
-    a_loss_before_the_number: ("'micro_size'", LOSS_INSIDE),
-    a_loss_after_the_number: ("after 'micro_size' need a name", LOSS_INSIDE),
-    a_loss_before_the_optimizer_and_the_number: ("'accumulation_steps'", LOSS_INSIDE),
-    a_loss_before_the_optimizer_and_the_number_of_a_step: ("'sens'", LOSS_INSIDE),
-    a_loss_by_name: ("'loss_fn'", LOSS_INSIDE),
-    a_loss_around: ("'network'", "Put it outside: GradAccumulation(WithLossCell(...), 4)"),
-    rows_of_a_micro_batch: ("Did you mean micro_size", "not their rows"),
-    rows_of_a_micro_batch_of_the_loss_cell: ("Did you mean micro_size?", "not their rows"),
-    an_optimizer_class: ("the class SGD", "Build it: SGD("),
-    no_loss: ("too many positional arguments", LOSS_INSIDE),
-    a_loss_and_gradients: ("a tuple of Tensor, tuple", "loss, grads ="),
+    "a number third": (lambda cell, optimizer: TrainOneStepCell(cell, optimizer, 4), "'sens'", "accumulation_steps=4?"),
+    "a loss second": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS, optimizer), "'sens'", LOSS_INSIDE),
+    "a loss for the optimizer": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS), "'optimizer'", LOSS_INSIDE),
+    "a loss for the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS), "'micro_size'", LOSS_INSIDE),
+    "a loss in a loop": (
+        lambda cell, optimizer: Accumulator(cell, LOSS, optimizer),
+        "'accumulation_steps'",
+        LOSS_INSIDE,
+    ),
+    "a loss before the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS, 4), "'micro_size'", LOSS_INSIDE),
+    "a loss after the number": (lambda cell, optimizer: GradAccumulation(cell, 4, LOSS), "need a name", LOSS_INSIDE),
+    "more by place": (lambda cell, optimizer: Accumulator(cell, optimizer, 2, "fp16"), "need a name", "but got 'fp16'"),
+    "a loss by name": (lambda cell, optimizer: GradAccumulation(cell, 4, loss_fn=LOSS), "'loss_fn'", LOSS_INSIDE),
+    "a loss around": (
+        lambda cell, optimizer: TrainOneStepCell(mse(GradAccumulation(line(), 4)), optimizer),
+        "'network'",
+        "Put it outside: GradAccumulation(WithLossCell(...), 4)",
+    ),
+    "rows": (
+        lambda cell, optimizer: TrainOneStepCell(cell, optimizer, micro_batch_size=4),
+        "micro_size",
+        "not their rows",
+    ),
+    "rows of a cell": (
+        lambda cell, optimizer: GradAccumulation(cell, micro_batch_size=4),
+        "micro_size?",
+        "not their rows",
+    ),
+    "an optimizer class": (lambda cell, optimizer: TrainOneStepCell(cell, nn.SGD), "the class SGD", "Build it: SGD("),
+    "no loss": (
+        lambda cell, optimizer: TrainOneStepCell(cell._backbone, optimizer)(*BATCH),
+        "too many positional arguments",
+        LOSS_INSIDE,
+    ),
+    "a loss and gradients": (
+        lambda cell, optimizer: Accumulator(cell, optimizer)(value_and_grad(cell, None, optimizer.parameters)(*BATCH)),
+        "a tuple of Tensor, tuple",
+        "loss, grads =",
+    ),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_is_answered_with_its_remedy(mistake):
-    cell = line() if mistake is no_loss else loss_cell()
-    with warnings.catch_warnings(), refuses((TypeError, ValueError), *MISTAKES[mistake]):
+@pytest.mark.parametrize("mistake, what, remedy", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_with_its_remedy(mistake, what, remedy):
+    cell = loss_cell()
+    with warnings.catch_warnings(), refuses((TypeError, ValueError), what, remedy):
         warnings.simplefilter("ignore")
         mistake(cell, sgd(cell))
 

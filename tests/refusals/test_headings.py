@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, line, mse, sgd
 from mindspore import Tensor, nn
-from mindspore.dataset import NumpySlicesDataset
-from refusal import refuses, warns
+from refusal import FACES, refuses, warns
 
-from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 
 class VectorLoss(nn.Cell):
@@ -28,60 +27,37 @@ class SumLoss(VectorLoss):
         return ((self.network(x) - y) ** 2).sum()
 
 
-def by_step(cell, optimizer, *batch):
-    step = TrainOneStepCell(cell, optimizer, accumulation_steps=2)
-    return lambda: step(*batch)
-
-
-def by_loop(cell, optimizer, *batch):
-    accumulator = Accumulator(cell, optimizer, 2)
-
-    def train():
-        with accumulator.accumulate():
-            accumulator.backward(*batch)
-            accumulator.step()
-
-    return train
-
-
-def by_model(cell, optimizer, *batch):
-    model = Model(cell, optimizer=optimizer, accumulation_steps=2)
-    arrays = tuple(each.asnumpy() for each in batch)
-    return lambda: model.train(1, NumpySlicesDataset(arrays, shuffle=False).batch(4), dataset_sink_mode=False)
-
-
-CALLED = {"TrainOneStepCell": by_step, "Accumulator": by_loop, "Model": by_model}
 BATCH = Tensor(X), Tensor(np.float32(2) * X)
 
 
-@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("called", FACES)
 def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
     network = line()
-    build = CALLED[called]
-    train = build(VectorLoss(network), sgd(network), *BATCH)
+    build = FACES[called]
+    train = build(VectorLoss(network), sgd(network), *BATCH, accumulation_steps=2)
     with refuses(ValueError, f"For '{called}', the argument 'network'"):
         train()
-    train = build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), BATCH[0])
+    train = build(mse(network), sgd(network), BATCH[0], accumulation_steps=2)
     with refuses(TypeError, f"For '{called}', the inputs"):
         train()
 
 
-@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("called", FACES)
 def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
     network = line()
-    train = CALLED[called](GradAccumulation(SumLoss(network), 2), sgd(network), *BATCH)
-    with warns("For 'GradAccumulation', the loss of two"):
-        train()
-    train = CALLED[called](SumLoss(network), sgd(network), *BATCH)
+    train = FACES[called](SumLoss(network), sgd(network), *BATCH, accumulation_steps=2)
     with warns(f"For '{called}', the loss of two"):
         for _ in range(2):
             train()
 
 
-@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("called", FACES)
 def test_a_grad_accumulation_keeps_its_name(called):
     network = line()
-    train = CALLED[called](GradAccumulation(VectorLoss(network), 2), sgd(network), *BATCH)
+    train = FACES[called](GradAccumulation(SumLoss(network), 2), sgd(network), *BATCH, accumulation_steps=2)
+    with warns("For 'GradAccumulation', the loss of two"):
+        train()
+    train = FACES[called](GradAccumulation(VectorLoss(network), 2), sgd(network), *BATCH, accumulation_steps=2)
     with refuses(ValueError, "For 'GradAccumulation', the argument 'network'"):
         train()
 

@@ -5,34 +5,19 @@ import inspect
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, batches, line, sgd, weight_of
+from linear_toy import X, batches, line, mse, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel.auto_parallel import AutoParallel
-from refusal import loss_cell, refuses
+from refusal import FACES, by_step, loss_cell, refuses
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
 
-
-def by_model(cell, network):
-    Model(cell, optimizer=sgd(network)).train(1, batches(8))
+BATCH = Tensor(X), Tensor(2 * X)
 
 
-def by_step(cell, network):
-    TrainOneStepCell(cell, sgd(network))(Tensor(X), Tensor(2 * X))
-
-
-def by_loop(cell, network):
-    accumulator = Accumulator(cell, sgd(network))
-    accumulator.backward(Tensor(X), Tensor(2 * X))
-    accumulator.step()
-
-
-TRAINERS = [by_model, by_step, by_loop]
-
-
-@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize("train", FACES.values(), ids=FACES)
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -44,11 +29,11 @@ TRAINERS = [by_model, by_step, by_loop]
 )
 def test_mindspores_grad_accumulation_trains_as_ours(wrap, train, mode):
     network = line()
-    train(wrap(nn.WithLossCell(network, nn.MSELoss())), network)
+    train(wrap(mse(network)), sgd(network), *BATCH)()
     assert weight_of(network) == pytest.approx(2.04)
 
 
-@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize("train", FACES.values(), ids=FACES)
 @pytest.mark.parametrize(
     "wrap, name",
     [
@@ -65,20 +50,20 @@ def test_mindspores_grad_accumulation_trains_as_ours(wrap, train, mode):
 def test_cells_that_split_a_batch_themselves_are_refused(wrap, name, train, eager):
     network = line()
     with refuses(ValueError, "'network'", f"MindSpore's {name},"):
-        train(wrap(nn.WithLossCell(network, nn.MSELoss())), network)
+        train(wrap(mse(network)), sgd(network), *BATCH)()
     assert weight_of(network) == 0
 
 
 def test_two_kinds_of_grad_accumulation_in_each_other_are_refused(eager):
     network = line()
-    inner = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    inner = GradAccumulation(mse(network), 2)
     with refuses(ValueError, "'network'", "product of both micro_size"):
-        by_step(parallel_nn.GradAccumulation(inner, 2), network)
+        by_step(parallel_nn.GradAccumulation(inner, 2), sgd(network), *BATCH)
 
 
 def test_a_partitioned_model_does_not_evaluate_sums(eager):
     network = line()
-    partitioned = AutoParallel(parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4))
+    partitioned = AutoParallel(parallel_nn.GradAccumulation(mse(network), 4))
     with built_for("GPU"), refuses(ValueError, "'network'", "MindSpore's"):
         Model(partitioned, optimizer=sgd(network))
 

@@ -2,40 +2,23 @@
 
 import inspect
 
-import numpy as np
 import pytest
-from linear_toy import X, line, sgd, weight_of
+from linear_toy import X, batches, descend, line, toy, toy_step, weight_of
 from loop_toy import optimizer_of, toy_loop
 from mindspore import Tensor, nn
-from mindspore.dataset import NumpySlicesDataset
 from refusal import refuses
 
 import ms_gradaccum
-from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
+from ms_gradaccum import GradAccumulation
 
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-def loss_cell():
-    return nn.WithLossCell(line(), nn.MSELoss())
-
-
-def step(micro_size=2):
-    network = line()
-    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    return network, TrainOneStepCell(cell, sgd(network))
-
-
-def model():
-    network = line()
-    return Model(network, nn.MSELoss(), sgd(network), accumulation_steps=3)
-
-
 OBJECTS = {
     "Accumulator": lambda: toy_loop(2)[1],
-    "TrainOneStepCell": lambda: step()[1],
-    "GradAccumulation": lambda: GradAccumulation(loss_cell(), 2),
-    "Model": model,
+    "TrainOneStepCell": lambda: toy_step()[1],
+    "GradAccumulation": lambda: GradAccumulation(line(), 2),
+    "Model": lambda: toy(accumulation_steps=3)[1],
     "ClipByGlobalNorm": lambda: ms_gradaccum.ClipByGlobalNorm(1.0),
     "ClipByValue": lambda: ms_gradaccum.ClipByValue(1.0),
     "ClipByGroupNorm": lambda: ms_gradaccum.ClipByGroupNorm({"weight": 1.0}),
@@ -74,7 +57,7 @@ def test_each_setting_of_each_object_is_refused(name, tmp_path, monkeypatch):
 
 
 def test_settings_of_another_object_are_refused_too():
-    for built in (toy_loop(2)[1], step()[1]):
+    for built in (toy_loop(2)[1], toy_step()[1]):
         for name in SYNONYMS.split():
             with refuses(ValueError, f"'{name}'", "cannot be changed"):
                 setattr(built, name, 8)
@@ -87,7 +70,7 @@ def test_a_setting_that_is_the_same_and_other_attributes_are_taken():
 
 
 def test_another_micro_size_is_obeyed_if_it_is_one():
-    network, train_step = step()
+    network, train_step = toy_step(2)
     train_step.network.micro_size = 4
     with refuses(ValueError, "'micro_size'"):
         train_step.network.micro_size = 0
@@ -96,10 +79,10 @@ def test_another_micro_size_is_obeyed_if_it_is_one():
 
 
 def test_another_last_window_is_obeyed_if_it_is_one():
-    trained = model()
+    network, model = toy(accumulation_steps=3)
     with refuses(ValueError, "'last_window'"):
-        trained.last_window = "keep"
-    trained.last_window = "drop"
-    data = NumpySlicesDataset((X[:4], np.float32(2) * X[:4]), shuffle=False).batch(1)
-    trained.train(1, data)
-    assert trained.train_network.open_batches() == 0 and int(trained._optimizer.global_step.asnumpy().item()) == 1
+        model.last_window = "keep"
+    model.last_window = "drop"
+    model.train(1, batches(2))
+    assert model.train_network.open_batches() == 0
+    assert weight_of(network) == pytest.approx(descend(range(1, 7)), rel=1e-6)

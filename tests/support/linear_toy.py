@@ -11,7 +11,7 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum import GradAccumulation, Model
+from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 
 X = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
 ALL = range(1, 9)
@@ -30,12 +30,23 @@ def sgd(network, learning_rate=0.02):
     return nn.SGD(network.trainable_params(), learning_rate)
 
 
+def mse(network):
+    """The network with its loss."""
+    return nn.WithLossCell(network, nn.MSELoss())
+
+
+def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
+    """A network and the step that trains it."""
+    network = line()
+    optimizer = make_optimizer(network, learning_rate)
+    return network, TrainOneStepCell(GradAccumulation(mse(network), micro_size), optimizer, **settings)
+
+
 def toy(micro_size=1, learning_rate=0.02, **settings):
     """A network and the model that trains it. It measures the loss, which takes most of the time, only if told to."""
     network = line()
     settings.setdefault("check_loss", False)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    return network, Model(loss_cell, optimizer=sgd(network, learning_rate), **settings)
+    return network, Model(GradAccumulation(mse(network), micro_size), optimizer=sgd(network, learning_rate), **settings)
 
 
 def toy_with_metrics(**settings):
@@ -79,6 +90,18 @@ class Recorder(ms.train.Callback):
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         self.outputs.append(params.net_outputs)
-        self.weights.append(params.optimizer.parameters[0].asnumpy().item())
+        if params.optimizer is not None:  # MindSpore's Model has none of a step that is given to it.
+            self.weights.append(params.optimizer.parameters[0].asnumpy().item())
         if params.cur_step_num == self.stop_after:
             run_context.request_stop()
+
+
+class AtStep(ms.train.Callback):
+    """Calls a function after each step of a training, before callbacks that are listed after it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_train_step_end(self, run_context):
+        self.function(run_context)

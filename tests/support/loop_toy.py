@@ -5,8 +5,8 @@ from collections import Counter
 
 import mindspore.experimental.optim as experimental
 import numpy as np
-from linear_toy import X, line, sgd
-from mindspore import Tensor, nn, ops
+from linear_toy import X, line, mse, sgd
+from mindspore import Tensor, ops
 from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
@@ -22,7 +22,6 @@ def batch(*rows):
 
 
 FOUR = [batch(1, 2), batch(3, 4), batch(5, 6), batch(7, 8)]
-TEN = [batch(1)] * 10
 
 
 def adjustable_sgd(network, learning_rate=0.02):
@@ -37,7 +36,13 @@ def _built(make_optimizer, advisor):
     Neither the weight nor the number of batches of a window is a constant of a graph.
     """
     network = line()
-    return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), make_optimizer(network))
+    return network, Accumulator(mse(network), make_optimizer(network))
+
+
+def own_loop(*steps, make_optimizer=sgd, **settings):
+    """A network and an Accumulator that nothing else uses."""
+    network = line()
+    return network, Accumulator(mse(network), make_optimizer(network), *steps, **settings)
 
 
 def renew(accumulator, config=None):

@@ -68,11 +68,6 @@ def build(case):
 
 
 @wrong(X, MASK)
-def masked_mean(net, x, mask):
-    return (net(x).square().mean(-1) * mask).sum() / mask.sum()
-
-
-@wrong(X, MASK)
 def masked_mean_eps(net, x, mask):
     return (net(x).square().mean(-1) * mask).sum() / (mask.sum() + 1e-5)
 
@@ -80,12 +75,6 @@ def masked_mean_eps(net, x, mask):
 @wrong(X, PADDED, out=15)
 def tokens_ignored(net, x, y):
     return ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), ignore_index=-100)
-
-
-@wrong(X, TOKENS, out=15)
-def tokens_summed(net, x, y):
-    total = ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), reduction="sum")
-    return total
 
 
 @wrong(X, LABELS)
@@ -100,12 +89,6 @@ def focal_by_positives(net, x, positive):
     return each.sum() / positive.sum()
 
 
-@wrong(X, BOXES, out=4)
-def two_normalisers(net, x, positive):
-    out = net(x)
-    return (out.square() * positive).sum() / positive.sum() + out.abs().mean()
-
-
 @wrong(X, LABELS)
 def hard_examples(net, x, y):
     each = ops.cross_entropy(net(x), y, reduction="none")
@@ -117,46 +100,16 @@ def worst_row(net, x, y):
     return ops.cross_entropy(net(x), y, reduction="none").max()
 
 
-# ---- segmentation
 @wrong(X, BOXES, out=4)
 def dice_of_batch(net, x, y):
     p = ops.sigmoid(net(x))
     return 1 - 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
 
 
-# ---- contrastive, metric learning
 @wrong(X, Y)
 def in_batch_negatives(net, x, y):
     scores = ops.matmul(unit(net(x)), unit(y).T) / 0.2
     return -ops.log_softmax(scores, -1).diagonal().mean()
-
-
-@wrong(X, LABELS)
-def weights_of_counted_classes(net, x, y):
-    counts = ops.one_hot(y, 3, Tensor(1.0), Tensor(0.0)).sum(0)
-    return (ops.cross_entropy(net(x), y, reduction="none") / (counts[y] + 1)).mean()
-
-
-@wrong(X, Y)
-def barlow_twins(net, x, y):
-    a, b = net(x), net(x + 0.1)
-    a, b = (a - a.mean(0)) / (a.std(0) + 1e-3), (b - b.mean(0)) / (b.std(0) + 1e-3)
-    c = ops.matmul(a.T, b) / x.shape[0]
-    return (c - ops.eye(3, 3, ms.float32)).square().sum()
-
-
-@wrong(X, Y)
-def maximum_mean_discrepancy(net, x, y):
-    return (net(x).mean(0) - y.mean(0)).square().sum()
-
-
-# ---- ranking
-@wrong(X, WEIGHTS, out=1)
-def pairwise_ranking(net, x, y):
-    s = net(x)[:, 0]
-    d = s.expand_dims(0) - s.expand_dims(1)
-    better = (y.expand_dims(0) > y.expand_dims(1)).astype(ms.float32)
-    return (ops.softplus(-d) * better).sum() / better.sum()
 
 
 @wrong(X, WEIGHTS, out=1)
@@ -165,7 +118,6 @@ def neighbours_in_order(net, x, y):
     return ops.relu(s[1:] - s[:-1] + 0.1).mean()
 
 
-# ---- regression, PINN, survival, RL, VAE
 @wrong(X, Y)
 def root_of_mean(net, x, y):
     return ops.sqrt((net(x) - y).square().mean())
@@ -176,27 +128,11 @@ def sum_of_squares(net, x, y):
     return ((net(x) - y) ** 2).sum()
 
 
-@wrong(X, WEIGHTS)
-def weighted_rows(net, x, w):
-    return (net(x).square().mean(-1) * w).sum() / w.sum()
-
-
-@wrong(X, Y)
-def pinn_sum(net, x, y):
-    return net(x)[:, 0].square().sum() + 0.1 * (net(x)[:, 1] - y[:, 1]).square().mean()
-
-
 @wrong(X, WEIGHTS, out=1)
 def cox_survival(net, x, time):
     s = net(x)[:, 0]
     later = (time.expand_dims(0) >= time.expand_dims(1)).astype(ms.float32)
     return (ops.log((later * ops.exp(s)).sum(-1)) - s).mean()
-
-
-@wrong(X, WEIGHTS, out=1)
-def normalised_advantages(net, x, reward):
-    advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
-    return -(net(x)[:, 0] * advantage).mean()
 
 
 @wrong(X, Y, out=6)
@@ -212,16 +148,6 @@ def load_balance(net, x, y):
     return 3 * (share * p.mean(0)).sum()
 
 
-@right(X, LABELS)
-def cross_entropy(net, x, y):
-    return ops.cross_entropy(net(x), y)
-
-
-@right(X, Y)
-def sum_over_rows_in_code(net, x, y):
-    return (net(x) - y).square().sum() / x.shape[0]
-
-
 @right(X, Y)
 def mean_of_norms(net, x, y):
     return ops.norm(net(x) - y, dim=-1).mean()
@@ -231,12 +157,6 @@ def mean_of_norms(net, x, y):
 def mean_of_row_means(net, x, y, valid):
     each = ops.cross_entropy(net(x).reshape(-1, 3), y.reshape(-1), reduction="none").reshape(-1, 5)
     return ((each * valid).sum(-1) / valid.sum(-1)).mean()
-
-
-@right(X, BOXES, out=4)
-def dice_of_rows(net, x, y):
-    p = ops.sigmoid(net(x))
-    return (1 - 2 * (p * y).sum(-1) / (p.sum(-1) + y.sum(-1) + 1)).mean()
 
 
 @right(X, LABELS)
@@ -251,19 +171,9 @@ def ppo(net, x, advantage):
     return -ops.minimum(ratio * advantage, ops.clamp(ratio, 0.8, 1.2) * advantage).mean()
 
 
-@right(X, Y)
-def cosine(net, x, y):
-    return 1 - (unit(net(x)) * unit(y)).sum(-1).mean()
-
-
 @right(X, LABELS)
 def smooth_labels(net, x, y):
     return ops.cross_entropy(net(x), y, label_smoothing=0.1)
-
-
-@right(X, BOXES, out=4)
-def bce_logits(net, x, y):
-    return ops.binary_cross_entropy_with_logits(net(x), y, ops.ones_like(y), ops.ones_like(y))
 
 
 @right(X, LABELS)
@@ -276,10 +186,3 @@ def distillation(net, x, y):
 def pinn(net, x, y):
     residual = (net(x + 0.01) - net(x)) / 0.01
     return residual.square().mean() + 0.1 * (net(x) - y).square().mean()
-
-
-@right(X, LABELS)
-def hinge(net, x, y):
-    scores = net(x)
-    own = ops.gather_elements(scores, 1, y.reshape(-1, 1))
-    return ops.relu(scores - own + 1).sum(-1).mean()

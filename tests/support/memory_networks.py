@@ -4,7 +4,6 @@
 """
 
 import sys
-import time
 from pathlib import Path
 
 import mindspore as ms
@@ -40,8 +39,6 @@ class Misbehaving(nn.Cell):
         blocks = []
         while self.what == "grow":
             blocks.append(np.ones(2**21))
-        if self.what == "hang":
-            time.sleep(1000)
         if self.what == "raise":
             raise ArithmeticError("the network's own error")
         if self.what == "device":
@@ -83,10 +80,6 @@ def grows():
     return misbehaving("grow")
 
 
-def hangs():
-    return misbehaving("hang")
-
-
 def raises_its_own():
     return misbehaving("raise", rows=2)
 
@@ -105,11 +98,6 @@ def clipped():
 def wrongly_clipped():
     """Return a setting that no training step takes."""
     return *misbehaving("nothing"), {"clip": 3}
-
-
-def says_where_it_is():
-    """Tell by an error how the child computes, and with which arguments."""
-    raise ArithmeticError(f"mode {ms.get_context('mode')}, arguments {sys.argv[1:]}, called {__name__}")
 
 
 def train(micro_size):

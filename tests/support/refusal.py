@@ -4,12 +4,15 @@
 """
 
 import re
+import warnings
+from contextlib import contextmanager
 
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn
+from mindspore.dataset import NumpySlicesDataset
 
-from ms_gradaccum import GradAccumulationWarning, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulationWarning, Model, TrainOneStepCell
 
 
 def refuses(error, *keys):
@@ -22,6 +25,22 @@ def warns(*keys):
     return pytest.warns(GradAccumulationWarning, match=_containing(keys))
 
 
+@contextmanager
+def no_warning():
+    """Let each warning be an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def all_warnings():
+    """Yield a list that gets each warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
 def _containing(keys):
     return "(?s)" + "".join(f"(?=.*{re.escape(key)})" for key in keys)
 
@@ -32,6 +51,34 @@ def loss_cell():
 
 def typed(value):
     return f"{value!r} of type {type(value).__name__}"
+
+
+def by_step(cell, optimizer, *batch, **settings):
+    """A function that trains a batch with a step."""
+    step = TrainOneStepCell(cell, optimizer, **settings)
+    return lambda: step(*batch)
+
+
+def by_loop(cell, optimizer, *batch, **settings):
+    """The same with a loop."""
+    accumulator = Accumulator(cell, optimizer, **settings)
+
+    def train():
+        with accumulator.accumulate():
+            accumulator.backward(*batch)
+            accumulator.step()
+
+    return train
+
+
+def by_model(cell, optimizer, *batch, **settings):
+    """The same with a model."""
+    model = Model(cell, optimizer=optimizer, **settings)
+    data = NumpySlicesDataset(tuple(each.asnumpy() for each in batch), shuffle=False).batch(len(batch[0]))
+    return lambda: model.train(1, data)
+
+
+FACES = {"TrainOneStepCell": by_step, "Accumulator": by_loop, "Model": by_model}
 
 
 def new_step(network=None, optimizer=None, **settings):

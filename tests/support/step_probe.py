@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, StepOutput, TrainOneStepCell
 from ms_gradaccum.backend.compiled import Method
 
 
@@ -72,6 +72,15 @@ def changed(before, after):
 
 def number(tensor):
     return tensor.asnumpy().item()
+
+
+def output_of(updated=True, overflow=None, **items):
+    """An output at the end of a window, without a training."""
+    numbers = {"loss": 1.0, "loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1}
+    numbers |= {"weight": 8.0, **items}
+    flags = {"updated": updated, "overflow": not updated if overflow is None else overflow}
+    made = {name: Tensor(value, ms.float32) for name, value in numbers.items()}
+    return StepOutput(**made, **{name: Tensor(flag) for name, flag in flags.items()})
 
 
 def tensors(*arrays):

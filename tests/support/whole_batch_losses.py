@@ -58,26 +58,6 @@ class SupervisedContrastive(nn.Cell):
         return -each.sum() / (positives > 0).astype(ms.float32).sum()
 
 
-class BatchDice(nn.Cell):
-    """One ratio of sums over all rows."""
-
-    def construct(self, rows, labels):
-        shown = ops.sigmoid(4.0 * rows)
-        masks = (labels.reshape(-1, 1) > Tensor([0, 1, 2, 3], ms.int32)).astype(ms.float32)
-        return 1 - 2 * (shown * masks).sum() / (shown.sum() + masks.sum())
-
-
-class HardTriplet(nn.Cell):
-    """The farthest row of the same label against the nearest one of another."""
-
-    def construct(self, rows, labels):
-        squares = ops.square(rows.expand_dims(0) - rows.expand_dims(1)).sum(2)
-        alike = (labels.reshape(-1, 1) == labels.reshape(1, -1)).astype(ms.float32)
-        farthest = ops.amax(squares * alike, 1)
-        nearest = ops.amin(squares + 1e6 * alike, 1)
-        return ops.relu(farthest - nearest + 0.5).mean()
-
-
 class Correlation(nn.Cell):
     """1 minus the correlation of the first output with the labels."""
 
@@ -91,8 +71,6 @@ class Correlation(nn.Cell):
 LOSSES = {
     "clip": (Clip, Towers, 0),
     "supervised contrastive": (SupervisedContrastive, Tower, 1),
-    "batch dice": (BatchDice, Tower, 1),
-    "hard triplet": (HardTriplet, Tower, 1),
     "correlation": (Correlation, Tower, 1),
 }
 

@@ -9,11 +9,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 import tqdm
-from mindspore import dataset, nn
-from mindspore.train import Callback
-from refusal import refuses
+from linear_toy import AtStep, batches, line, mse, sgd, toy, toy_with_metrics
+from mindspore import nn
 
-from ms_gradaccum import GradAccumulation, Model, ProgressBar, StateCheckpoint
+from ms_gradaccum import Model, ProgressBar, StateCheckpoint
 from ms_gradaccum.tools.reporting import progress_bar
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -26,16 +25,12 @@ def train(*train_callbacks, epochs=2, accumulation_steps=None, **options):
 
     Without accumulation_steps this is MindSpore's own Model.
     """
-    ones = np.ones((8, 1), np.float32)
-    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
-    loss_net = nn.WithLossCell(network, nn.MSELoss())
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
     if accumulation_steps is None:
-        model = ms.Model(loss_net, optimizer=optimizer)
+        network = line()
+        model = ms.Model(mse(network), optimizer=sgd(network, 0.1))
     else:
-        model = Model(GradAccumulation(loss_net, 2), optimizer=optimizer, accumulation_steps=accumulation_steps)
-    data = dataset.NumpySlicesDataset((ones, 2 * ones), shuffle=False).batch(2)
-    model.train(epochs, data, callbacks=list(train_callbacks), **options)
+        _, model = toy(2, 0.1, accumulation_steps=accumulation_steps)
+    model.train(epochs, batches(2, np.ones((8, 1), np.float32)), callbacks=list(train_callbacks), **options)
 
 
 @pytest.fixture
@@ -63,16 +58,6 @@ def clock(monkeypatch):
     return clock
 
 
-class AtStep(Callback):
-    """Calls a function after each step, before ProgressBar if it is listed before it."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_train_step_end(self, run_context):
-        self.function(run_context.original_args().cur_step_num)
-
-
 def test_one_line_at_the_end_of_a_short_training_without_a_terminal(capsys):
     train(ProgressBar(), accumulation_steps=1)
     lines = capsys.readouterr().out.splitlines()
@@ -92,54 +77,47 @@ def test_lines_come_when_their_time_has_come(capsys, clock):
 
 def test_updates_are_counted_and_not_batches(capsys):
     train(ProgressBar(), epochs=3, accumulation_steps=4)
-    assert "epoch 3/3: 12/12 " in (line := capsys.readouterr().out) and ", 3 updates, " in line
+    shown = capsys.readouterr().out
+    assert "epoch 3/3: 12/12 " in shown and ", 3 updates, " in shown
 
 
 def test_the_training_goes_on_to_be_shown_after_an_evaluation_of_fit(capsys):
-    ones = np.ones((4, 1), np.float32)
-    data = dataset.NumpySlicesDataset((ones, 2 * ones), shuffle=False).batch(2)
-    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
-    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1), metrics={"mse"})
-    model.fit(3, data, data, callbacks=ProgressBar())
+    _, model = toy_with_metrics()
+    model.fit(3, batches(4), batches(4), callbacks=ProgressBar())
     assert re.match(rf"epoch 3/3: 6/6 {TIMES}, 6 updates, ", capsys.readouterr().out)
 
 
-def test_a_training_that_stops_early_shows_its_last_step(capsys):
-    class Stop(Callback):
-        def on_train_step_end(self, run_context):
-            if run_context.original_args().cur_step_num == 6:
-                run_context.request_stop()
-
-    train(Stop(), ProgressBar(), epochs=4)
-    assert capsys.readouterr().out.startswith("epoch 2/4: 6/16 [")
+def nothing(run_context):
+    pass
 
 
-def test_a_network_without_a_loss_tensor_is_no_trouble(capsys):
-    class NoLoss(Callback):
-        def on_train_step_end(self, run_context):
-            run_context.original_args().net_outputs = None
-
-    train(NoLoss(), ProgressBar())
-    assert capsys.readouterr().out.startswith("epoch 2/2: 8/8 [")
+def stop_at_6(run_context):
+    if run_context.original_args().cur_step_num == 6:
+        run_context.request_stop()
 
 
-def test_a_training_that_begins_later_is_counted_from_its_first_epoch(capsys):
-    train(ProgressBar(), epochs=5, initial_epoch=3)
-    assert capsys.readouterr().out.startswith("epoch 5/5: 20/20 [")
+def no_outputs(run_context):
+    run_context.original_args().net_outputs = None
+
+
+@pytest.mark.parametrize(
+    "at_step, options, beginning",
+    [
+        (stop_at_6, {"epochs": 4}, "epoch 2/4: 6/16 ["),
+        (no_outputs, {"epochs": 2}, "epoch 2/2: 8/8 ["),
+        (nothing, {"epochs": 5, "initial_epoch": 3}, "epoch 5/5: 20/20 ["),
+    ],
+)
+def test_the_last_step_is_shown_whatever_the_training_does(at_step, options, beginning, capsys):
+    train(AtStep(at_step), ProgressBar(), **options)
+    assert capsys.readouterr().out.startswith(beginning)
 
 
 def test_a_resumed_training_is_counted_from_its_first_batch(capsys, tmp_path):
-    class Crash(Callback):
-        def on_train_step_end(self, run_context):
-            if run_context.original_args().cur_step_num == 6:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        states = StateCheckpoint(tmp_path, save_checkpoint_steps=1)
-        train(Crash(), states, epochs=3, accumulation_steps=1, resume=True)
+    train(AtStep(stop_at_6), StateCheckpoint(tmp_path), epochs=3, accumulation_steps=1, resume=True)
     train(ProgressBar(), StateCheckpoint(tmp_path), epochs=3, accumulation_steps=1, resume=True)
-    line = capsys.readouterr().out
-    assert line.startswith("epoch 3/3: 12/12 [") and ", 7 updates, " in line
+    shown = capsys.readouterr().out
+    assert shown.startswith("epoch 3/3: 12/12 [") and ", 6 updates, " in shown
 
 
 def test_the_bar_ends_complete_with_updates_and_loss(open_terminal):
@@ -170,7 +148,7 @@ def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, op
     terminal = open_terminal()
     monkeypatch.setattr(progress_bar, "_Bar", Disabled)
     train(ProgressBar(live=live))
-    assert sys.stdout is terminal
+    assert sys.stdout is terminal and "\r" not in terminal.getvalue()
     assert terminal.getvalue().startswith("" if live else "epoch 2/2: 8/8 [") and bool(terminal.getvalue()) != live
 
 
@@ -179,12 +157,6 @@ def test_the_environment_asks_for_the_bar_in_a_log(monkeypatch, capsys):
     train(ProgressBar())
     output = capsys.readouterr()
     assert "epoch 2/2: 100%|" in output.err and output.out == ""
-
-
-def test_live_false_prints_lines_on_a_terminal(open_terminal):
-    terminal = open_terminal()
-    train(ProgressBar(live=False))
-    assert "\r" not in terminal.getvalue() and "epoch 2/2: 8/8 [" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -203,14 +175,8 @@ def test_one_callback_serves_several_trainings(capsys):
     assert re.fullmatch(rf"epoch 2/2: 8/8 {TIMES}, loss 0\.1759\]", lines[1])
 
 
-def test_live_is_a_bool():
-    with refuses(TypeError, "'live'"):
-        ProgressBar(live="yes")
-
-
 def test_groups_show_their_least_and_largest_learning_rate(capsys):
     network = nn.Dense(1, 1)
     groups = [{"params": [network.weight], "lr": 0.25}, {"params": [network.bias], "lr": 0.5}]
-    data = dataset.NumpySlicesDataset((np.ones((1, 1), np.float32),) * 2).batch(1)
-    Model(network, nn.MSELoss(), nn.SGD(groups, 0.1)).train(1, data, callbacks=ProgressBar())
+    Model(network, nn.MSELoss(), nn.SGD(groups, 0.1)).train(1, batches(8), callbacks=ProgressBar())
     assert ", lr 0.25-0.5, norm " in capsys.readouterr().out

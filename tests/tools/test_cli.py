@@ -26,22 +26,12 @@ def write_run(path, updates, loss=lambda update: 1.0 / update, **items):
     return path
 
 
-def ink(file):
-    """The share of pixels that are not white."""
-    return np.mean(np.any(np.asarray(Image.open(file).convert("RGB")) != 255, axis=-1))
-
-
 def test_a_picture_has_its_size_and_shows_the_run(tmp_path, capsys):
     run = write_run(tmp_path / "run.jsonl", range(1, 40), clipped_grad_norm=0.5, weight_norm=3.0)
     assert main(["plot", str(run)]) == 0
     output = tmp_path / "run.png"
     assert capsys.readouterr().out == f"{output}\n"
     assert Image.open(output).size == (1000, 400) and Image.open(output).format == "PNG"
-    # The curves, and not only their axes: another run looks different.
-    assert 0.01 < ink(output) < 0.5
-    other = write_run(tmp_path / "other.jsonl", range(1, 40), loss=lambda update: update)
-    draw([other], tmp_path / "other.png")
-    assert (tmp_path / "other.png").read_bytes() != output.read_bytes()
 
 
 def axes_of(monkeypatch, *runs):
@@ -112,20 +102,18 @@ def test_errors_are_one_sentence_and_status_2(tmp_path, capsys, monkeypatch):
     missing, empty = tmp_path / "missing.jsonl", tmp_path / "empty.jsonl"
     empty.write_text('{"something": "else"}\n')
     run = write_run(tmp_path / "run.jsonl", [1])
-    for arguments, sentence in [
-        ([missing], f"[Errno 2] No such file or directory: '{missing}'"),
-        ([empty], f"There is no report in {empty}. Give a file that MetricsLogger has written."),
-        ([run, "-o", missing / "a.png"], f"[Errno 2] No such file or directory: '{missing / 'a.png'}'"),
-    ]:
+
+    def assert_told(*arguments, why):
         assert main(["plot", *map(str, arguments)]) == 2
         output = capsys.readouterr()
-        assert output.err == f"python -m ms_gradaccum plot: {sentence}\n" and output.out == ""
+        assert output.out == "" and output.err.count("\n") == 1
+        assert output.err.startswith("python -m ms_gradaccum plot: ") and why in output.err
+
+    assert_told(missing, why=f"No such file or directory: '{missing}'")
+    assert_told(empty, why=f"There is no report in {empty}.")
+    assert_told(run, "-o", missing / "a.png", why=f"No such file or directory: '{missing / 'a.png'}'")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plot", str(run)]) == 2
-    assert capsys.readouterr().err == (
-        "python -m ms_gradaccum plot: Drawing takes the package matplotlib, but got: import of matplotlib.figure "
-        "halted; None in sys.modules. Install it with: pip install matplotlib.\n"
-    )
+    assert_told(run, why="pip install matplotlib.")
 
 
 @pytest.mark.parametrize("arguments", [[], ["plot"], ["draw"]])
@@ -136,31 +124,15 @@ def test_a_wrong_command_is_status_2(arguments, capsys):
     assert "usage: python -m ms_gradaccum" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command, arguments",
-    [
-        ("test", ["--device", "--workers N", "--timeout SECONDS", "--output FILE"]),
-        ("micro-size", ["train.py:build", "--memory-limit SIZE", "--timeout SECONDS"]),
-        ("plot", ["run.jsonl", "-o"]),
-        ("env", []),
-    ],
-)
-def test_help_has_each_argument_its_default_and_an_example(command, arguments, capsys):
+COMMANDS = ["test", "micro-size", "plot", "env"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_the_command_takes(command, capsys):
     with pytest.raises(SystemExit) as raised:
         main([command, "--help"])
     text = capsys.readouterr().out
     assert raised.value.code == 0 and text.startswith(f"usage: python -m ms_gradaccum {command} ")
-    # An argument and its help, which may be on several lines.
-    entries = [" ".join(entry.split("\n\n")[0].split()) for entry in re.split(r"\n  (?=\S)", text)]
-    said = {argument: next(entry for entry in entries if entry.startswith(argument)) for argument in arguments}
-    for argument, entry in said.items():
-        assert re.search("required$|default: .+$" if argument[0] == "-" else "function that|files that", entry), entry
-    # The defaults are those that it takes, and it takes its own example.
-    needed = {"micro-size": ["a:b", "--memory-limit", "1"], "plot": ["a"]}
-    for name, value in vars(parse([command, *needed.get(command, [])])).items():
-        entry = next((entry for argument, entry in said.items() if argument.startswith(f"--{name}")), "")
-        if entry and isinstance(value, int | float | str) and not isinstance(value, bool):
-            assert f"default: {value:g}" in entry if not isinstance(value, str) else f"default: {value}" in entry
     example = text.split(f"\nexample:\n  python -m ms_gradaccum {command}")[1]
     assert parse([command, *example.split()]).command == command
 
@@ -169,8 +141,7 @@ def test_help_names_all_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert re.findall(r"^    ([a-z-]+)(?= |$)", text, re.M) == ["test", "micro-size", "plot", "env"]
-    assert "python -m ms_gradaccum COMMAND --help has the arguments of a command" in text
+    assert re.findall(r"^    ([a-z-]+)(?= |$)", text, re.M) == COMMANDS
 
 
 def test_the_version_does_not_wait_for_mindspore():

@@ -2,38 +2,24 @@
 
 import json
 import os
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics
+from linear_toy import Recorder, X, batches, line, sgd, toy, toy_step, toy_with_metrics
+from loop_toy import own_loop
 from mindspore import Tensor, nn
+from no_space import no_file_larger_than
 from refusal import refuses, warns
+from step_probe import output_of
 
-from ms_gradaccum import (
-    Accumulator,
-    GradAccumulationWarning,
-    MetricsLogger,
-    Model,
-    StepOutput,
-    StepReporter,
-    TrainOneStepCell,
-)
+from ms_gradaccum import GradAccumulationWarning, MetricsLogger, Model, StepOutput, StepReporter
 from ms_gradaccum.tools.reporting import metrics_logger
 from ms_gradaccum.tools.reporting.run_plot import read_run
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-
-def output_of(loss=1.0, updated=True, **items):
-    numbers = {"loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1, "weight": 8.0}
-    numbers.update(loss=loss, **items)
-    tensors = {name: Tensor(value, ms.float32) for name, value in numbers.items()}
-    return StepOutput(updated=Tensor(updated), overflow=Tensor(not updated), **tensors)
 
 
 def lines_of(path):
@@ -61,16 +47,15 @@ def test_the_lines_have_the_numbers_of_the_outputs(training):
     assert len(training.outputs) == 4  # two windows an epoch, the second one flushed
     assert [line["update"] for line in training.lines] == [1, 2, 3, 4]
     assert [line["epoch"] for line in training.lines] == [1, 1, 2, 2]
-    assert [line["batches"] for line in training.lines] == [3, 4, 7, 8]
+    for name in ("batches", "micro_batches"):
+        assert [line[name] for line in training.lines] == [3, 4, 7, 8]
     for line_, output in zip(training.lines, training.outputs):
         for name in StepOutput._fields:
             assert line_[name] == getattr(output, name).asnumpy().item(), name
     np.testing.assert_allclose([line["weight_norm"] for line in training.lines], np.abs(training.weights), 1e-6)
     assert all(line["rows_per_second"] > 0 for line in training.lines[1:])
     assert all(b["time"] >= a["time"] > 1.7e9 for a, b in zip(training.lines, training.lines[1:]))
-
-
-def test_a_function_gets_the_same_numbers(training):
+    # A function gets the same.
     assert [step for _, step in training.calls] == [1, 2, 3, 4]
     for (numbers, _), line_ in zip(training.calls, training.lines):
         assert numbers == {name: value for name, value in line_.items() if name != "time"}
@@ -95,8 +80,7 @@ def test_what_fit_evaluates_is_written_with_its_epoch(tmp_path):
 
 def test_a_loop_of_ones_own(tmp_path):
     """By hand, and as a callback of an Accumulator: the same lines."""
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    _, accumulator = own_loop(2)
     by_hand = MetricsLogger(tmp_path / "by_hand.jsonl", train_step=accumulator, weight_norm=True)
     called = MetricsLogger(tmp_path / "called.jsonl", train_step=accumulator, weight_norm=True)
     accumulator.add_callback(called)
@@ -109,16 +93,12 @@ def test_a_loop_of_ones_own(tmp_path):
     assert [report is None for report in reports] == [True, False, True, False]
     assert [line.pop("note") for line in lines] == [7, 7]
     for line_, other, report in zip(lines, lines_of(tmp_path / "called.jsonl"), reports[1::2]):
-        clocks = ("time", "rows_per_second")
-        assert {k: v for k, v in line_.items() if k not in clocks} == {
-            k: v for k, v in other.items() if k not in clocks
-        }
+        assert line_ | {"time": 0, "rows_per_second": 0} == other | {"time": 0, "rows_per_second": 0}
         assert line_["weight_norm"] == report.weight_norm
 
 
 def test_gradients_without_a_loss_are_reported_without_one(tmp_path):
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    _, accumulator = own_loop(2)
     reporter, path = StepReporter(accumulator), tmp_path / "run.jsonl"
     logger = MetricsLogger(path, train_step=accumulator)
     losses, known = [], []
@@ -149,7 +129,7 @@ def test_numbers_of_ones_own_may_be_of_any_kind(tmp_path):
 def test_inf_and_nan_are_null_in_the_lines_alone(tmp_path):
     calls = []
     logger = MetricsLogger(tmp_path / "run.jsonl", lambda numbers, step: calls.append(numbers))
-    logger.log(output_of(loss=np.inf, updated=False, grad_norm=np.nan))
+    logger.log(output_of(updated=False, loss=np.inf, grad_norm=np.nan))
     (line_,) = lines_of(tmp_path / "run.jsonl")
     assert (line_["loss"], line_["grad_norm"], line_["overflow"], line_["updated"]) == (None, None, True, False)
     assert calls[0]["loss"] == np.inf and np.isnan(calls[0]["grad_norm"])
@@ -159,11 +139,11 @@ def test_a_file_with_lines_is_continued_and_its_last_run_is_read(tmp_path):
     path = tmp_path / "run.jsonl"
     first = MetricsLogger(path)
     for loss in (1.0, 2.0, 3.0):
-        first.log(output_of(loss))
+        first.log(output_of(loss=loss))
     path.write_bytes(path.read_bytes() + b'{"loss": 2.0, "upd')  # what a killed program leaves
     second = MetricsLogger(path)
     for loss in (4.0, 5.0):
-        second.log(output_of(loss))
+        second.log(output_of(loss=loss))
     *_, torn, fourth, last = path.read_text().splitlines()
     assert (torn, json.loads(fourth)["loss"], json.loads(last)["loss"]) == ('{"loss": 2.0, "upd', 4.0, 5.0)
     assert [record["loss"] for record in read_run(path)] == [4.0, 5.0]
@@ -172,10 +152,10 @@ def test_a_file_with_lines_is_continued_and_its_last_run_is_read(tmp_path):
 def test_a_program_may_change_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logger = MetricsLogger("run.jsonl")
-    logger.log(output_of(1.0))
+    logger.log(output_of(loss=1.0))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    logger.log(output_of(2.0))
+    logger.log(output_of(loss=2.0))
     assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0]
     assert list(Path.cwd().iterdir()) == []
 
@@ -183,7 +163,7 @@ def test_a_program_may_change_its_folder(tmp_path, monkeypatch):
 def test_the_lines_may_go_into_a_pipe():
     reader, writer = os.pipe()
     logger = MetricsLogger(f"/dev/fd/{writer}")
-    logger.log(output_of(1.0))
+    logger.log(output_of(loss=1.0))
     assert json.loads(os.read(reader, 10000))["loss"] == 1.0
     os.close(reader)
     os.close(writer)
@@ -196,26 +176,16 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path):
         MetricsLogger(place)
 
 
-@contextmanager
-def no_file_larger_than(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_the_lines_of_this_time(tmp_path):
     """It has no more room in the middle of a line."""
     path = tmp_path / "run.jsonl"
     logger = MetricsLogger(path)
-    logger.log(output_of(1.0))
+    logger.log(output_of(loss=1.0))
     with no_file_larger_than(path.stat().st_size + 40), warns("reports are missing") as caught:
-        logger.log(output_of(2.0))
-        logger.log(output_of(3.0))
+        logger.log(output_of(loss=2.0))
+        logger.log(output_of(loss=3.0))
     assert [warning.category for warning in caught].count(GradAccumulationWarning) == 1
-    logger.log(output_of(4.0))
+    logger.log(output_of(loss=4.0))
     # The start of a line is a line of its own.
     assert path.read_text().count("\n") == 3
     assert [record["loss"] for record in read_run(path)] == [1.0, 4.0]
@@ -234,7 +204,7 @@ def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
     model = ms.Model(network, nn.MSELoss(), sgd(network))
     with refuses(TypeError, "TrainOneStepCell of ms_gradaccum"):
         model.train(1, batches(2), callbacks=MetricsLogger(tmp_path / "run.jsonl"))
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    _, step = toy_step()
     logger = MetricsLogger(tmp_path / "run.jsonl")
     with refuses(ValueError, "train_step.add_callback(logger)"):
         ms.Model(step).train(1, batches(4), callbacks=logger)

@@ -50,11 +50,6 @@ def test_the_answer_is_the_smallest_that_fits_and_few_are_measured(rows, limit):
         assert min(count for count in range(1, found) if math.ceil(rows / count) == larger) in asked
 
 
-def test_single_rows_that_do_not_fit_are_an_error():
-    with refuses(MemoryError, "'memory_limit'", "optimizer or batch"):
-        answer_of(7, 1)
-
-
 @pytest.mark.parametrize(
     "text, count",
     [(7, 7), ("1000", 1000), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gi ", 3 * 2**29), ("12b", 12)],
@@ -71,22 +66,11 @@ def test_a_limit_is_a_number_or_a_text(text, count):
 PARTIAL = functools.partial(misbehaving, "nothing")
 
 
-def as_lambda():
+def unnamed():
     return lambda: None
 
 
-def hidden():
-    """Another function has its name."""
-
-
-HIDDEN = hidden
-
-
-def hidden():  # noqa: F811
-    """The function that a new process would find."""
-
-
-LAMBDA = as_lambda()
+LAMBDA = unnamed()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +81,6 @@ LAMBDA = as_lambda()
         ("memory_limit", 2**63, ValueError, 2**63),
         ("build", 3, TypeError, typed(3)),
         ("build", LAMBDA, ValueError, repr(LAMBDA)),
-        ("build", HIDDEN, ValueError, repr(HIDDEN)),
         ("build", PARTIAL, ValueError, repr(PARTIAL)),
         ("build", "train.py", ValueError, "'train.py'"),
         ("build", "nofile.py:build", ValueError, "'nofile.py:build', whose file is not there"),
@@ -290,10 +273,8 @@ def test_cells_are_measured_in_training_mode_unless_the_function_has_set_it():
 @pytest.mark.parametrize(
     "kind, text, expected",
     [
-        ("MemoryError", "x", True),
         ("RuntimeError", "Memory not enough:\nMemory isn't enough and alloc failed, kernel name: MatMul", True),
         ("RuntimeError", "CUDA error: out of memory", True),
-        ("RuntimeError", "std::bad_alloc", True),
         ("RuntimeError", "the shapes do not match", False),
         ("ValueError", "out of memory", False),
     ],

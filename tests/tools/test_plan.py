@@ -1,4 +1,4 @@
-"""TrainingPlan: against loops over batches, MindSpore's datasets, trainings that really run, and other libraries."""
+"""TrainingPlan: against loops over batches, MindSpore's datasets, and trainings that really run."""
 
 import dataclasses
 from collections import Counter
@@ -15,26 +15,7 @@ from refusal import refuses
 
 from ms_gradaccum import Model, TrainingPlan
 
-# What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
-
-# Rows, rows of a batch, epochs, further settings, and the updates that others state: Lightning's
-# estimated_stepping_batches (64 batches of one row), Hugging Face (a window ends with the epoch), and Keras (it goes
-# on); 123 rows are 31 batches of 4.
-STATED = [
-    *[(64, 1, 1, {"accumulation_steps": window}, updates) for window, updates in ((1, 64), (2, 32), (3, 22))],
-    *[(64, 1, 1, {"ranks": ranks}, updates) for ranks, updates in ((7, 10), (14, 5), (21, 4), (28, 3))],
-    *[(123, 4, epochs, {"accumulation_steps": 5}, updates) for epochs, updates in ((1, 7), (2, 14), (5, 35))],
-    (123, 4, 5, {"accumulation_steps": 5, "last_window": "drop"}, 30),
-    (123, 4, 5, {"accumulation_steps": 5, "last_window": "carry"}, 31),
-    (1024, 8, 1, {"ranks": 4, "global_batch": 256}, 4),
-]
-
-
-@pytest.mark.parametrize("rows,batch_size,epochs,settings,updates", STATED)
-def test_updates_are_those_that_other_libraries_state(rows, batch_size, epochs, settings, updates):
-    got = plan(dataset_size=rows, batch_size=batch_size, epochs=epochs, **settings)
-    assert got.updates == updates and type(got.updates) is int
 
 
 def updates_of_epochs(lengths, window, last_window):
@@ -133,17 +114,12 @@ def test_a_plan_is_a_dataclass_and_can_be_planned_again():
 
 
 MULTIPLE = "a multiple of batch_size * ranks = 32"
-COUNTS = ("batch_size", "ranks", "accumulation_steps", "global_batch", "epochs", "dataset_size")
 # The settings, whose last one is refused, the rule, and the value.
 REFUSED = [
     ({"drop_remainder": True, "ranks": 2, "dataset_size": 14}, "at least one batch of 8 rows", "7 rows on each"),
     ({"ranks": 4, "global_batch": 250}, MULTIPLE, "250"),
     ({"ranks": 4, "global_batch": 25}, MULTIPLE, "25"),
     ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3"),
-    ({"drop_remainder": 1}, "a bool", "1 of type int"),
-    ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'"),
-    *[({name: "8"}, "a positive int", "'8' of type str") for name in COUNTS],
-    ({"ranks": None}, "a positive int", "None of type NoneType"),
     ({"epochs": None, "steps": 0}, "a positive int", "0"),
 ]
 
@@ -151,8 +127,7 @@ REFUSED = [
 @pytest.mark.parametrize("settings,rule,got", REFUSED)
 def test_wrong_settings_are_refused(settings, rule, got):
     name = list(settings)[-1]
-    error = TypeError if " of type " in got else ValueError
-    with refuses(error, f"'{name}'", rule, f"but got {got}. "):
+    with refuses(ValueError, f"'{name}'", rule, f"but got {got}. "):
         plan(**settings)
 
 
@@ -160,12 +135,3 @@ def test_wrong_settings_are_refused(settings, rule, got):
 def test_either_epochs_or_steps_are_given(settings, got):
     with refuses(ValueError, "epochs or steps", got):
         plan(**settings)
-
-
-def test_the_text_of_a_plan():
-    assert str(plan(dataset_size=1001, epochs=3, ranks=4, accumulation_steps=5, last_window="drop")) == (
-        "data     1001 rows for 4 ranks in batches of 8\n"
-        "epochs   3 of 32 batches on each rank: 96 batches\n"
-        "window   5 batches on each rank: 160 rows\n"
-        "updates  18: 6 per epoch"
-    )

@@ -5,20 +5,13 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd, weight_of
+from linear_toy import X, line, mse, sgd, toy_step
+from loop_toy import adjustable_sgd, own_loop
 from mindspore import Tensor, nn, ops
-from mindspore.experimental import optim
 from refusal import refuses
+from step_probe import output_of
 
-from ms_gradaccum import (
-    Accumulator,
-    ClipByGlobalNorm,
-    GradAccumulation,
-    MetricsLogger,
-    StepOutput,
-    StepReporter,
-    TrainOneStepCell,
-)
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, StepOutput, StepReporter, TrainOneStepCell
 from ms_gradaccum.tools.reporting import step_report
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -30,12 +23,6 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(step_report, "time", clock)
     return clock
-
-
-def loop(accumulation_steps=1, optimizer=sgd, loss=None, **settings):
-    network = line()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss()) if loss is None else loss(network)
-    return network, Accumulator(loss_cell, optimizer(network), accumulation_steps, **settings)
 
 
 def run(accumulator, reporter, data):
@@ -51,7 +38,7 @@ def run(accumulator, reporter, data):
 
 @pytest.fixture(scope="module")
 def built():
-    return loop(2)[1]
+    return own_loop(2)[1]
 
 
 @pytest.fixture
@@ -64,33 +51,8 @@ def pairs(built):
     return built
 
 
-def output_of(updated=True, overflow=False, weight=8.0, **items):
-    """An output at the end of a window, without a training."""
-    numbers = {"loss": 1.0, "loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1}
-    numbers.update(weight=weight, **items)
-    tensors = {name: Tensor(value, ms.float32) for name, value in numbers.items()}
-    return StepOutput(updated=Tensor(updated), overflow=Tensor(overflow), **tensors)
-
-
-def test_three_of_four_batches_and_the_rest():
-    """The last window has one batch of two rows; a report for each window alone."""
-    network, accumulator = loop(3, clip=ClipByGlobalNorm(1000.0))
-    reporter = StepReporter(accumulator, weight_norm=True)
-    first, second, third, last = run(accumulator, reporter, [[1, 2], [3, 4], [5, 6], [7, 8]])
-    assert first is None and second is None
-    # By hand: the weight 0 on x = 1..6, loss 4 x^2 and gradient -4 x^2; then the weight on 7 and 8.
-    mean = np.mean(np.arange(1, 7) ** 2)
-    weight = 0.02 * 4 * mean
-    assert third.update == 1 and third.batches == 3 and third.micro_batches == 3 and third.weight == 6
-    np.testing.assert_allclose([third.loss, third.grad_norm, third.weight_norm], [4 * mean, 4 * mean, weight], 1e-6)
-    rest = (2 - weight) ** 2 * np.mean([49, 64])
-    np.testing.assert_allclose([last.loss, last.weight_norm], [rest, weight_of(network)], 1e-6)
-    assert (last.update, last.batches, last.weight, last.skipped_updates) == (2, 4, 2, 0)
-
-
 def test_a_report_has_the_numbers_of_its_output():
-    network = line()
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), clip=ClipByGlobalNorm(1.0))
+    _, step = toy_step(clip=ClipByGlobalNorm(1.0))
     output = step(Tensor(X), Tensor(2 * X))
     report = StepReporter(step).report(output)
     for name in StepOutput._fields:
@@ -99,15 +61,18 @@ def test_a_report_has_the_numbers_of_its_output():
     assert report.as_dict().keys() == {*StepOutput._fields, "update", "skipped_updates", "batches", "micro_batches"}
 
 
-def test_updates_are_counted_for_an_optimizer_that_does_not_count():
-    """As the one in MindSpore's documentation, whose `global_step` stays 0."""
+class Uncounted(nn.Optimizer):
+    """An optimizer as the one in MindSpore's documentation, whose `global_step` stays 0."""
 
-    class Uncounted(nn.Optimizer):
-        def construct(self, gradients):
-            return ops.assign_sub(self.parameters[0], self.learning_rate * gradients[0])
+    def construct(self, gradients):
+        return ops.assign_sub(self.parameters[0], self.learning_rate * gradients[0])
 
-    _, accumulator = loop(optimizer=lambda network: Uncounted(0.02, network.trainable_params()))
-    assert [report.update for report in run(accumulator, StepReporter(accumulator), [[1], [2]])] == [1, 2]
+
+@pytest.mark.parametrize("make", [lambda network: Uncounted(0.02, network.trainable_params()), adjustable_sgd])
+def test_updates_are_counted_for_an_optimizer_that_does_not_count(make):
+    _, accumulator = own_loop(make_optimizer=make)
+    reports = run(accumulator, StepReporter(accumulator), [[1], [np.nan], [2]])
+    assert [report.update for report in reports] == [1, 1, 2]
     assert [report.update for report in run(accumulator, StepReporter(accumulator), [[3]])] == [3]
 
 
@@ -123,7 +88,7 @@ def test_skipped_updates_are_counted_and_are_no_updates(pairs):
 
 
 def test_a_window_without_weight_is_skipped_too_and_has_a_report():
-    report = StepReporter().report(output_of(updated=False, weight=0.0, grad_norm=0.0))
+    report = StepReporter().report(output_of(updated=False, overflow=False, weight=0.0, grad_norm=0.0))
     assert (report.update, report.updated, report.overflow, report.skipped_updates) == (0, False, False, 1)
 
 
@@ -142,7 +107,7 @@ def test_the_norm_of_the_weights_is_that_of_all_of_them_together():
     network = nn.SequentialCell(nn.Dense(3, 4), nn.Dense(4, 2))
     for weight in network.trainable_params():
         weight.set_data(Tensor(generator.normal(size=weight.shape).astype(np.float32)))
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    step = TrainOneStepCell(mse(network), nn.SGD(network.trainable_params(), 0.1))
     reporter = StepReporter(step, weight_norm=True)
     for _ in range(2):
         x, y = (Tensor(generator.normal(size=(4, columns)).astype(np.float32)) for columns in (3, 2))
@@ -154,7 +119,7 @@ def test_the_norm_of_the_weights_is_that_of_all_of_them_together():
 def test_frozen_weights_are_not_in_the_norm():
     network = nn.SequentialCell(nn.Dense(1, 1, "ones"), nn.Dense(1, 1, weight_init="zeros", has_bias=False))
     network[0].weight.requires_grad = network[0].bias.requires_grad = False
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    step = TrainOneStepCell(mse(network), sgd(network))
     report = StepReporter(step, weight_norm=True).report(step(Tensor(X), Tensor(2 * X)))
     np.testing.assert_allclose(report.weight_norm, abs(network[1].weight.asnumpy().item()), 1e-6)
 
@@ -176,18 +141,9 @@ def test_a_rate_leaves_out_what_reports_and_evaluations_take(clock, monkeypatch)
 
     plain = step_report._plain
     monkeypatch.setattr(step_report, "_plain", slow)
-    reporter = StepReporter()
-    reporter.restart()  # before the first report there is nothing to leave out
-    reporter.report(output_of())
-    clock.now += 500.0
-    reporter.restart()
-    clock.now += 2.0
-    assert reporter.report(output_of(weight=8)).rows_per_second == 4.0
-
-
-def test_a_rate_leaves_out_the_rows_before_a_restart_too(clock):
     reporter = StepReporter(every=2)
-    for weight in (1, 1, 100):
+    reporter.restart()  # before the first report there is nothing to leave out
+    for weight in (1, 1, 100):  # the rows of the third, too
         reporter.report(output_of(weight=weight))
     clock.now += 500.0
     reporter.restart()
@@ -231,18 +187,13 @@ class TokenLoss(nn.Cell):
 
 
 def test_a_network_that_counts_tokens_has_a_rate_of_tokens(clock):
-    _, accumulator = loop(loss=lambda network: GradAccumulation(TokenLoss(network), 1, weighted=True))
+    network = line()
+    accumulator = Accumulator(GradAccumulation(TokenLoss(network), 1, weighted=True), sgd(network))
     reporter = StepReporter(accumulator)
     run(accumulator, reporter, [[1, 2]])
     clock.now += 2.0
     (report,) = run(accumulator, reporter, [[1, 2]])
     assert (report.tokens_per_second, report.rows_per_second, report.weight) == (3.0, None, 6.0)
-
-
-def test_an_optimizer_that_does_not_count_is_counted_for():
-    _, accumulator = loop(optimizer=lambda network: optim.SGD(network.trainable_params(), 0.02))
-    reports = run(accumulator, StepReporter(accumulator), [[1], [np.nan], [3]])
-    assert [report.update for report in reports] == [1, 1, 2]
 
 
 def test_groups_have_several_learning_rates():
@@ -255,9 +206,8 @@ def test_groups_have_several_learning_rates():
 
 
 def test_of_several_networks_each_has_a_reporter():
-    networks = [line(), line()]
-    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
-    accumulator = Accumulator(cells, [sgd(network, rate) for network, rate in zip(networks, (0.02, 0.01))])
+    cells = [mse(line()) for _ in range(2)]
+    accumulator = Accumulator(cells, [sgd(cell, rate) for cell, rate in zip(cells, (0.02, 0.01))])
     reporters = [StepReporter(accumulator, weight_norm=True, network=cell) for cell in cells]
     x = Tensor(X)
     with accumulator.accumulate():
@@ -270,12 +220,3 @@ def test_of_several_networks_each_has_a_reporter():
         StepReporter(accumulator)
     with refuses(TypeError, "'output'", "but got tuple", "With several networks"):
         reporters[0].report(outputs)
-
-
-@pytest.mark.parametrize("kind, place", [(StepReporter, ()), (MetricsLogger, ("run.jsonl",))])
-def test_a_logger_is_a_reporter_and_errors_have_its_own_name(kind, place, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, value in (("every", 0), ("weight_norm", 1), ("train_step", "step")):
-        with refuses((TypeError, ValueError), f"For '{kind.__name__}'", f"'{name}'"):
-            kind(*place, **{name: value})
-    assert list(tmp_path.iterdir()) == []

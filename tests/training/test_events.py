@@ -150,6 +150,28 @@ def test_model_tells_its_callbacks_while_it_trains_and_no_longer(listener):
     assert len(listener.told) == len(names)
 
 
+def test_a_callback_that_is_added_while_a_model_trains_stays(listener):
+    _, model = toy()
+
+    class Adds(Callback):
+        def on_train_begin(self, run_context):
+            if not listener.told:
+                run_context.original_args().train_network.add_callback(listener)
+
+    adds = Adds()
+    for updates in (1, 2):
+        model.train(1, batches(8), callbacks=[adds])
+        assert listener.told[-1] == ("update_end", updates, updates, 0)
+
+
+def test_a_callback_that_is_added_again_hears_each_event_once(listener):
+    step = build_step()
+    for _ in range(2):
+        step.add_callback(listener)
+        step(*ROWS[:1] * 2)
+    assert [told[0] for told in listener.told].count("update_end") == 2
+
+
 def test_model_tells_of_the_update_of_a_graph(listener):
     """In data sink mode the step is not called from Python, and its output comes as a plain tuple."""
     _, model = toy()

@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 
-import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
@@ -12,7 +11,7 @@ from mindspore import Tensor, amp, nn
 from refusal import refuses
 from step_probe import number, tensors
 
-from ms_gradaccum import MixedPrecision, Model, StepOutput, TrainOneStepCell
+from ms_gradaccum import MixedPrecision, StepOutput, TrainOneStepCell
 
 FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
 
@@ -57,26 +56,16 @@ def test_the_numbers_of_several_outputs_are_those_of_their_losses():
     ("of_output", "of_loss"),
     [
         (lambda it: it + 1, 3.5),
-        (lambda it: 1 + it, 3.5),
-        (lambda it: it - 1, 1.5),
         (lambda it: 1 - it, -1.5),
-        (lambda it: it * 2, 5.0),
-        (lambda it: 2 * it, 5.0),
-        (lambda it: it / 2, 1.25),
         (lambda it: 5 / it, 2.0),
-        (lambda it: it + it, 5.0),
         (lambda it: it * Tensor(2.0), 5.0),
         (lambda it: np.float32(1) + it, 3.5),
         (lambda it: np.ones(2) @ (np.ones(2) * it), 5.0),
         (lambda it: -it, -2.5),
-        (lambda it: abs(it), 2.5),
         (lambda it: it**2, 6.25),
         (lambda it: it < 3, True),
-        (lambda it: it < 2.5, False),
-        (lambda it: it <= 2.5, True),
         (lambda it: it > Tensor(2.0), True),
         (lambda it: 3 > it, True),
-        (lambda it: it >= 3, False),
         (lambda it: it == 2.5, True),
         (lambda it: it != 2.5, False),
         (lambda it: float(it), 2.5),
@@ -85,7 +74,6 @@ def test_the_numbers_of_several_outputs_are_those_of_their_losses():
         (lambda it: np.asarray(it), 2.5),
         (lambda it: float(Tensor(it)), 2.5),
         (lambda it: f"{it:.3f}", "2.500"),
-        (lambda it: f"{it}", "2.5"),
         (lambda it: str(it), "2.5"),
     ],
 )
@@ -122,24 +110,6 @@ def test_a_field_is_read_alone_and_is_an_attribute_of_the_class(field):
     with pytest.raises(AttributeError):
         setattr(output_of(), field, Tensor(3.0))
     assert hasattr(StepOutput, field)
-
-
-def test_a_model_hands_three_items_to_its_callbacks(eager):
-    found = []
-
-    class Own(ms.train.Callback):
-        def on_train_step_end(self, run_context):
-            params = run_context.original_args()
-            loss, overflow, scale = params.net_outputs
-            found.append(
-                (number(loss), number(overflow), number(scale), params.train_network.scale_sense.asnumpy().item())
-            )
-
-    network = line()
-    precision = MixedPrecision(loss_scale=amp.FixedLossScaleManager(8.0, False))
-    model = Model(network, nn.MSELoss(), sgd(network), mixed_precision=precision)
-    model.train(1, ms.dataset.NumpySlicesDataset((X, 2 * X), shuffle=False).batch(8), Own())
-    assert found == [(pytest.approx(102), False, 8.0, 8.0)]
 
 
 def test_the_scale_of_the_step_follows_its_changes(eager):

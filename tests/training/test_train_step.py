@@ -77,18 +77,6 @@ def test_the_toy_ends_at_2_04_for_every_micro_size(micro_size, eager):
     assert step.open_batches() == 0 and step.flush() is None and step.drop() == 0
 
 
-def test_flush_divides_a_short_window_by_its_true_weight(eager):
-    network, step = toy_step(accumulation_steps=3)
-    for first in (1, 3, 5, 7):
-        step(*rows(first, first + 1))
-    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
-    assert step.open_batches() == 1
-    output = step.flush()
-    # 1.8059556 if it were divided by the three batches that the window did not get.
-    assert weight_of(network) == pytest.approx(2.9912, rel=1e-6)
-    assert (number(output.updated), number(output.weight), step.open_batches()) == (True, 2, 0)
-
-
 def test_one_process_sends_no_counts(eager, monkeypatch):
     """It would compile a collective if its program has called `init`."""
     sent = []
@@ -98,17 +86,6 @@ def test_one_process_sends_no_counts(eager, monkeypatch):
     _, step = toy_step(accumulation_steps=2)
     step(*rows(1, 2))
     assert number(step.flush().updated) and sent == []
-
-
-def test_drop_forgets_the_window_as_if_it_had_not_been(eager):
-    network, step = toy_step(accumulation_steps=3)
-    start = values_of(step)
-    step(*rows(5, 6))
-    step(*rows(7, 8))
-    assert step.drop() == 2 and not changed(start, values_of(step))
-    for first in (1, 3, 5):
-        step(*rows(first, first + 1))
-    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
 
 
 def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window(eager):
@@ -224,16 +201,6 @@ def test_dropout_draws_a_mask_per_micro_batch_and_none_out_of_training():
         seen.append(set(np.unique(step.optimizer.gradients()[0])))
     # Rows are kept with probability 1/2 and doubled: 1 is the mean of a kept and a dropped one.
     assert seen == [{0, 1, 2}, {1}, {0, 1, 2}]
-
-
-def test_two_steps_in_one_process_do_not_meet(eager):
-    first, first_step = toy_step(2, accumulation_steps=2)
-    second, second_step = toy_step(4, learning_rate=0.01)
-    first_step(*rows(1, 4))
-    second_step(*rows(1, 8))
-    assert (weight_of(first), weight_of(second)) == (0, pytest.approx(1.02, rel=1e-6))
-    first_step(*rows(5, 8))
-    assert weight_of(first) == pytest.approx(2.04, rel=1e-6)
 
 
 class StudentAndTeacher(nn.Cell):

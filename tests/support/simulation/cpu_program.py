@@ -18,9 +18,9 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from simulation.comparison import Values
 from simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 
+Values = dict[str, np.ndarray[Any, Any]]
 _CPU_WORLD_GROUP = "mccl_world_group"
 _Kind = mind_ir_pb2.AttributeProto.AttributeType
 _FUNCTION = mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")

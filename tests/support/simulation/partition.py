@@ -5,7 +5,6 @@ once per call. MindSpore itself inlines them in a graph around the loaded one, w
 no_inline and defer_inline, but Adam is then wrong from its second update on (2.10.0).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,7 +19,6 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.backend.compiled import graph_mode
-from simulation.report import MessageKind
 
 _CALL = "REF::"
 WORLD_GROUP = "nccl_world_group"
@@ -225,21 +223,6 @@ def collectives_of(model: Any) -> list[Collective]:
             nbytes = {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(primitive.op_type, nbytes)
             sent.append(Collective(primitive.op_type, group, ranks, next(purposes, "something else"), nbytes))
     return sent
-
-
-def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
-    """Return the messages of an inlined program by kind, with the most bytes first."""
-    collectives = collectives_of(model)
-    groups = {sent.group: sent.ranks for sent in collectives if sent.ranks}
-    totals: dict[tuple[str, str, int, tuple[int, ...] | None], list[int]] = defaultdict(list)
-    for sent in collectives:
-        ranks = groups.get(sent.group)
-        # The name of a smaller group begins with its size.
-        size = len(ranks) if ranks else devices if sent.group == WORLD_GROUP else int(sent.group.partition("-")[0])
-        ranks = tuple(range(devices)) if size == devices else ranks
-        totals[sent.operator, sent.purpose, size, ranks].append(sent.nbytes)
-    kinds = (MessageKind(*kind, len(sizes), sum(sizes)) for kind, sizes in totals.items())
-    return tuple(sorted(kinds, key=lambda kind: -kind.nbytes))
 
 
 def tensor_bytes(tensor: Any) -> int:
