@@ -428,6 +428,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:
             self.check_claims()
+        for extra in self.extras:  # Those of an earlier training, too, which do not listen any more.
+            extra.check_can_save(_OWNER)
         if self.use_graceful_exit:
             self._agree_to_exit()
         return self.body.run(args, kwargs, super().__call__)
