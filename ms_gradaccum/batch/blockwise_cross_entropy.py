@@ -126,9 +126,10 @@ class BlockwiseCrossEntropy(nn.Cell):
     def grad_of_logits(self, logits: Tensor, labels: Tensor, rates: Tensor, factors: Tensor) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
         spread = ops.BroadcastTo((-1, logits.shape[1]))
-        grad = _softmax(logits) * spread(factors)
+        # Columns are spread when their block needs them. A graph would spread those of all blocks first.
+        grad = _softmax(logits) * spread(ops.depend(factors, logits))
         if self.label_smoothing > 0:
-            grad = grad - spread(rates * (self.label_smoothing / logits.shape[1]))
+            grad = grad - spread(ops.depend(rates, grad) * (self.label_smoothing / logits.shape[1]))
         grad = _add_elements(grad, labels, rates * (self.label_smoothing - 1))
         if self.logit_softcap is not None:
             grad = grad * (1 - ops.square(logits * (1 / self.logit_softcap)))

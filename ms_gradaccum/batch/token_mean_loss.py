@@ -187,16 +187,8 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
     def around(self, backbone: nn.Cell, product_dtype: ms.Type) -> "TokenMeanLoss":
         """Return a cell with these settings and parameters around another network, with products of this dtype."""
         head = self.head_weight if self.head_bias is None else (self.head_weight, self.head_bias)
-        other = TokenMeanLoss(
-            backbone,
-            self.ignore_index,
-            head,
-            self.cross_entropy.block_tokens,
-            label_smoothing=self.cross_entropy.label_smoothing,
-            z_loss=self.cross_entropy.z_loss,
-            logit_softcap=self.cross_entropy.logit_softcap,
-            token_weights=self.token_weights,
-        )
+        other = TokenMeanLoss(backbone, self.ignore_index, head, token_weights=self.token_weights)
+        other.cross_entropy = self.cross_entropy
         other.product_dtype = product_dtype
         return other
 

@@ -1,5 +1,8 @@
 """TokenMeanLoss in blocks of tokens, with a head or without: against formulas in NumPy and against the plain loss."""
 
+import subprocess
+import sys
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -402,3 +405,49 @@ def test_a_model_evaluates_it(mode):
     # The batches have 13 and 5 tokens: a mean of their means would be another number.
     expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))[0] / 18
     assert model.eval(batches_of_two_rows())["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+PROGRAM = """
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from pathlib import Path
+from ms_gradaccum import TokenMeanLoss
+
+def status(key):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if key in line)
+
+class LossSum(nn.Cell):
+    def __init__(self, loss_cell):
+        super().__init__(auto_prefix=False)
+        self.loss_cell = loss_cell
+
+    def construct(self, *inputs):
+        return self.loss_cell(*inputs)[0]
+
+class Gradient(nn.Cell):
+    def __init__(self, loss_cell):
+        super().__init__(auto_prefix=False)
+        self.differentiate = ops.value_and_grad(LossSum(loss_cell), None, loss_cell.trainable_params())
+
+    def construct(self, *inputs):
+        return self.differentiate(*inputs)
+
+ms.set_context(mode=ms.GRAPH_MODE)
+cell = Gradient(TokenMeanLoss(nn.Identity(), head=nn.Dense(4, 65536, has_bias=False), block_tokens=128))
+inputs = Tensor(np.ones((1024, 4), np.float32)), Tensor(np.zeros(1024, np.int32))
+resident = status("VmRSS")
+cell(*inputs)[0].asnumpy()
+print((status("VmHWM") - resident) / 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of the memory is read from /proc")
+def test_a_graph_has_tables_of_few_blocks_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.delenv("MS_JIT")
+    # All blocks have 256 MB. What waits for no block before it would be there from the begin on.
+    program = tmp_path / "program.py"  # The compiler reads its source.
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 320
