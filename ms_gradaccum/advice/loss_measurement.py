@@ -7,7 +7,7 @@ batches must stay when these exchange rows.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mindspore as ms
@@ -21,14 +21,12 @@ from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
 from ms_gradaccum.backend.snapshot import Snapshot
 from ms_gradaccum.backend.tolerances import TOLERANCES
-from ms_gradaccum.backend.training_cells import BATCH_NORMS
 
 # A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
-NUM_SEEDS = 3  # How many sets of random numbers are tried, each with all four passes.
 NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
-# Passes of a loss whose random numbers do not come back, and as many if its error exceeds a few deviations.
+# Measurements of a loss that draws random numbers, and as many if its error exceeds a few deviations.
 NUM_DRAWS = (4, 16)
 NUM_LIKELY = 3
 _OWNER = "GradAccumulation"
@@ -36,21 +34,16 @@ HIDE = "check_loss=False leaves this out."
 _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
 
 
-class Batch(NamedTuple):
-    """A batch that was trained: its micro batches, and their losses in it where these tell of both together."""
+class Part(NamedTuple):
+    """A micro batch, its loss in the training, and the number of updates before it."""
 
-    parts: list[Rows]
-    losses: list[Loss]
-    updates: int  # The number of updates before it.
+    rows: Rows
+    loss: Loss
+    updates: int
 
-    def joined(self, following: "Batch") -> "Batch":
-        """Return the last micro batch of this batch with the first one of the following batch."""
-        parts = [self.parts[-1], following.parts[0]]
-        losses = self.losses[-1:] + following.losses[:1]
-        # Parameters have moved in between, or Python values differ: both micro batches get those of the last one.
-        if self.updates != following.updates or parts[0].structure != parts[1].structure:
-            losses = []
-        return Batch(parts, losses, following.updates)
+    @property
+    def mean(self) -> float:
+        return self.loss.total / (self.loss.weight or 1.0)
 
 
 def not_measured(
@@ -84,7 +77,7 @@ class LossMeasurement:
         # The network before a batch that is due, until that is measured.
         self.state: Snapshot | None = None
         # A batch of one micro batch that is due, until the next batch is joined with it.
-        self.before: Batch | None = None
+        self.waiting: list[Part] = []
         # The windows that have begun, and a micro batch of the first one until the second begins.
         self.windows = 0
         self.first: Rows | None = None
@@ -92,99 +85,81 @@ class LossMeasurement:
     @property
     def is_due(self) -> bool:
         """True if `after_batch` is to be called for a batch."""
-        return self.state is not None or self.before is not None
+        return self.schedule.is_due or bool(self.waiting)
 
     def before_batch(self) -> str:
         """Prepare the measurement of the next batch if it is due."""
         self.schedule.begin_batch()
-        if self.before is not None:
+        if self.waiting or not self.schedule.is_due:
             return ""
-        self.state = None  # A batch that was due may have failed.
-        return self._take_snapshot()
+        self.state = Snapshot(self.network.network, moved=self.losses.moved)
+        if self.is_distributed and self.state.code.communicates():
+            return not_measured("its forward pass communicates with other processes")
+        if self.state.iterators:
+            kind = type(self.state.iterators[0]).__name__
+            return not_measured(f"the network reads an iterator ({kind}), which more passes would use up", "")
+        return ""
 
     def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> str:
-        """Measure a batch that is due. ``outputs`` are those of its micro steps, or nothing."""
-        losses = [self.losses.from_outputs(*pair) for pair in zip(parts, outputs)]
-        return self._measure(Batch(parts, losses, updates))
+        """Measure a batch that is due. ``outputs`` are those of its micro steps."""
+        found = self.waiting.copy()
+        for rows, output in zip(parts, outputs):
+            found.append(Part(rows, self.losses.from_outputs(rows, output), updates))
+        if self.state is not None and not self.waiting:
+            tensors = self.state.tensors
+            self.losses.moved |= {id(tensors.tensors[i]) for i in tensors.changed()}
+        self.waiting = found[-1:] if len(parts) == 1 and self.schedule.is_due else []
+        if len(found) == 1:
+            return ""
+        state = self.state
+        self.state = None
+        if found[0].updates != updates:
+            state = None  # What has moved since then, an update may have moved.
+        return self._finding(*self._pair_of(found), state)
 
     def measure(self, parts: list[Rows]) -> str:
         """Measure the micro batches of a batch that no training has run."""
-        for pair in itertools.pairwise(parts):
-            text = self._finding(Batch(list(pair), [], 0), None)
-            if text:
-                return text
-        return ""
+        unknown = [Part(rows, Loss(math.nan, rows.weight, math.nan), 0) for rows in parts]
+        texts = (self._finding(*pair, None) for pair in itertools.pairwise(unknown))
+        return next(filter(None, texts), "")
 
-    def _take_snapshot(self) -> str:
-        if not self.schedule.is_due:
-            return ""
-        state = Snapshot(self.network.network, moved=self.losses.moved)
-        if self.is_distributed and state.codes[0].communicates():
-            return not_measured("its forward pass communicates with other processes")
-        if state.iterators:
-            kind = type(state.iterators[0]).__name__
-            return not_measured(f"the network reads an iterator ({kind}), which more passes would use up", "")
-        self.state = state
-        return ""
-
-    # ---- the measurement of a batch
-
-    def _measure(self, batch: Batch) -> str:
-        before = self.before
-        state = self.state
-        if len(batch.parts) > 1:
-            pair = self._pair_of(batch)
-        elif before is not None:
-            pair = before.joined(batch)
-        else:
-            self.before = batch
-            return ""
-        self.before = None
-        self.state = None
-        if before is not None and before.updates != batch.updates:
-            state = None  # What has moved since then, an update may have moved.
-        text = self._finding(pair, state)
-        if text or before is None:
-            return text
-        self.before = batch if self.schedule.is_due else None
-        return self._take_snapshot()
-
-    def _pair_of(self, batch: Batch) -> Batch:
+    def _pair_of(self, found: list[Part]) -> tuple[Part, Part]:
         """Return the micro batches with the smallest and the largest loss, and in later batches those between."""
-        means = [loss.total / (loss.weight or 1.0) for loss in batch.losses]
-        order = np.argsort(means or range(len(batch.parts)), kind="stable").tolist()
+        order = sorted(found, key=lambda part: part.mean) if len(found) > 2 else found
         turn = self.schedule.batches.bit_length() - 1
         half = len(order) // 2
-        places = (order[turn % (len(order) - half)], order[-1 - turn % half])
-        losses = [batch.losses[i] for i in places if means]
-        return Batch([batch.parts[i] for i in places], losses, batch.updates)
+        return order[turn % (len(order) - half)], order[-1 - turn % half]
 
-    def _finding(self, pair: Batch, before: Snapshot | None) -> str:
+    def _finding(self, a: Part, b: Part, state: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
-        few = [rows.few() for rows in pair.parts]
-        if any(rows.size < each.size for rows, each in zip(few, pair.parts)):
-            pair = Batch(few, [], pair.updates)
-        first, second = pair.parts
+        losses = self.losses
+        first = a.rows
+        second = b.rows
         try:
             both = first.joined(second)
         except RowsDiffer as error:
             self._tell_of_shapes(f"{error}", first.weight == first.size)
             return ""
-        changed = []
-        if before is not None:
-            trained = self._trained(before)
-            self.losses.moved |= {id(before.tensors.tensors[i]) for i in before.tensors.changed(trained)}
-            changed = before.changed_names(trained)
-        with self.losses.passes():
+        # Only the losses of a training tell of state, and of one network with the same inputs.
+        is_known = a.updates == b.updates and first.structure == second.structure and math.isfinite(a.mean + b.mean)
+        with losses.passes(state):
             try:
-                whole = self.losses.of(both)
+                whole = losses.of(both)
             except Exception as caught:
                 sizes = f"the network takes {first.size} rows, but not {both.size}"
                 return not_measured(f"{sizes} ({first_line(caught)})", "")
-            text = ""
-            if before is not None and changed:
-                text = self._of_state(before, changed, both, whole)
-            return text or self._of_joined(pair, both, whole)
+            if not math.isfinite(whole.value):
+                return ""
+            is_known = is_known and not (losses.has_evaluated or first.padded)
+            parts = (a.loss, b.loss) if is_known else self._in_turn(first, second)
+            if abs(error_of(whole, *parts)) <= losses.rounding(whole, *parts):
+                losses.is_exact = is_known
+                return ""
+            return self._reason(both, first, second)
+
+    def _in_turn(self, first: Rows, second: Rows) -> tuple[Loss, Loss]:
+        """Return the losses of two micro batches that follow each other."""
+        return self.losses.alone(first), self.losses.of(second)
 
     def _tell_of_shapes(self, shapes: str, counts_rows: bool) -> None:
         if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
@@ -195,162 +170,111 @@ class LossMeasurement:
             )
             warn(self.network.with_owner(text))
 
-    def _trained(self, state: Snapshot) -> set[int]:
-        """Return the identities of the tensors that training moves: trained parameters and those of BatchNorm."""
-        trained = set(map(id, self.parameters))
-        for cell in state.cells:
-            if isinstance(cell, BATCH_NORMS):
-                trained |= set(map(id, cell.get_parameters()))
-        return trained
-
-    def _of_state(self, before: Snapshot, changed: list[str], both: Rows, now: Loss) -> str:
-        """Return the sentence for a loss that reads what earlier micro batches have changed."""
-        losses = self.losses
-
-        def earlier() -> float:
-            losses.restore()
-            before.put_back(self._trained(before))
-            losses.prepare()
-            return losses.of(both).value
-
-        try:
-            then = earlier()
-            noise = relative(then - earlier(), then)
-        except Exception:  # The loss may need what it has set.
-            return ""
-        finally:
-            losses.restore()
-        if not relative(now.value - then, now.value, then) > max(losses.rounding(now), NUM_DEVIATIONS * noise):
-            return ""
-        return (
-            f"For '{_OWNER}', the forward pass changes {listed(changed, 3)}, and the loss depends on it, so micro "
-            f"batches see each other's state. Change it once per update, as in a callback's on_update_end()."
-        )
-
-    def _of_joined(self, pair: Batch, both: Rows, whole: Loss) -> str:
+    def _reason(self, both: Rows, first: Rows, second: Rows) -> str:
         """Return the sentence for two micro batches whose losses do not make that of both."""
         losses = self.losses
-        if not math.isfinite(whole.value):
-            return ""
-        is_known = bool(pair.losses) and not losses.has_evaluated
-        parts = pair.losses if is_known else [losses.of(rows) for rows in pair.parts]
-        if error_of(whole, *parts) <= losses.rounding(whole, *parts):
-            losses.is_exact = is_known
-            return ""
-        rows = [both, *pair.parts]
-        losses.restore()
-        if losses.of(both).value != whole.value:
-            return self._of_noise(rows)
-        drift = relative(losses.of(both).value - whole.value, whole.value)
-        if drift > losses.rounding(whole):
-            return (
-                f"For '{_OWNER}', the same rows have another loss in each pass ({_apart(drift)}), so micro "
-                f"batches see each other's state. Keep state out of the loss, or change it once per update."
-            )
         # In graphs of one time, since the program may have changed the network after the first ones were compiled.
         losses.programs.clear()
-        whole, *parts = map(losses.of, rows)
-        error = error_of(whole, *parts)
-        rounding = losses.rounding(whole, *parts)
+        whole = losses.alone(both)
+        if losses.alone(both) != whole:
+            return self._by_chance(lambda: error_of(*map(losses.of, (both, first, second))), losses.rounding(whole))
+        a, b_after_a = self._in_turn(first, second)
+        b = losses.alone(second)
+        rounding = losses.rounding(whole, a, b)
+        if abs(relative(b_after_a.value - b.value, b.value)) > rounding:
+            if self._in_turn(first, second) == (a, b_after_a):
+                names = listed(losses.start.changed_names(), 3) or "an object"
+                return (
+                    f"For '{_OWNER}', the forward pass changes {names}, and the loss depends on it, so micro "
+                    f"batches see each other's state. Change it once per update, as in a callback's on_update_end()."
+                )
+        error = abs(error_of(whole, a, b))
         if error <= rounding:
             return ""
         if losses.is_eager:
-            others = [losses.of(both, seed=None).value for _ in range(NUM_OTHERS)]
-            if max(relative(other - whole.value, whole.value) for other in others) > rounding:
-                return self._of_draws(pair)
-        if error < MIN_CERTAIN_ERROR and error <= NUM_ORDERS * self._effect_of_order(both, whole):
-            return ""
-        return self._sentence(error)
-
-    def _of_noise(self, rows: list[Rows]) -> str:
-        """Return the sentence for a loss whose draws never repeat: its means over some passes must add up."""
-        draws: list[list[Loss]] = [[], [], []]
-        for count in NUM_DRAWS:
-            for runs, each in zip(draws, rows):
-                runs += [self.losses.of(each, seed=None) for _ in range(count - len(runs))]
-            means = [Loss(*each) for each in np.mean(draws, axis=1).tolist()]
-            deviation = float(np.std(draws, axis=1, ddof=1)[:, 0].max())
-            noise = relative(deviation, *[mean.value for mean in means]) / len(draws[0]) ** 0.5
-            error = error_of(*means)
-            if error <= max(NUM_LIKELY * noise, self.losses.rounding(*means)):
+            for _ in range(NUM_OTHERS):
+                losses.random.note()
+                if abs(relative(losses.alone(both).value - whole.value, whole.value)) > rounding:
+                    return self._of_draws(first, second, rounding)
+        if error < MIN_CERTAIN_ERROR:
+            # Another order of the rows is rounding. Groups of rows stay together.
+            orders = (second.joined(first), both.take(range(both.size)[::-1]))
+            effects = [relative(losses.alone(rows).value - whole.value, whole.value) for rows in orders]
+            if error <= NUM_ORDERS * max(map(abs, effects)):
                 return ""
-            if error > NUM_DEVIATIONS * noise:
-                return self._sentence(error)
-        return ""
+        return self._of_losses(error)
 
-    def _of_draws(self, pair: Batch) -> str:
-        """Return the sentence for a loss that draws the same random numbers in passes with the same seed.
+    def _of_draws(self, first: Rows, second: Rows, rounding: float) -> str:
+        """Return the sentence for a loss that draws the same random numbers in passes with the same states.
 
         Rows at the same place of a pass get the same numbers. So if the first half of the rows becomes other rows, the
         total must change by as much with a second half behind them as without one.
         """
-        size = min(rows.size for rows in pair.parts)
-        first, second = [rows.take(range(size)) for rows in pair.parts]
-        errors = []
-        limit = 0.0
-        for seed in range(NUM_SEEDS):
-            runs = [self.losses.of(rows, seed) for rows in (first.joined(second), second.joined(second), first, second)]
-            totals = np.array([run.total for run in runs])
+        size = range(min(first.size, second.size))
+        a = first.take(size)
+        b = second.take(size)
+        rows = (a.joined(b), b.joined(b), a, b)
+
+        def draw() -> float:
+            totals = np.array([self.losses.of(each).total for each in rows])
             change = totals[2] - totals[3]
-            errors.append((totals[0] - totals[1]) / change - 1)
-            # The rounding of the totals, as a share of the change.
-            limit = max(limit, NUM_ORDERS * self.losses.rounding(*runs) * float(np.abs(totals / change).max()))
-        error = abs(float(np.mean(errors)))
-        if error > max(limit, NUM_DEVIATIONS * float(np.std(errors))):
-            return self._sentence(error)
+            error = totals[0] - totals[1] - change
+            is_rounding = abs(error) <= NUM_ORDERS * rounding * np.abs(totals).max()
+            return 0.0 if is_rounding else float(error / change)
+
+        return self._by_chance(draw, rounding)
+
+    def _by_chance(self, draw: Callable[[], float], rounding: float) -> str:
+        """Return the sentence for an error with other random numbers each time, whose mean must be rounding."""
+        errors: list[float] = []
+        for count in NUM_DRAWS:
+            while len(errors) < count:
+                self.losses.random.note()
+                errors.append(draw())
+            error = abs(float(np.mean(errors)))
+            noise = float(np.std(errors, ddof=1)) / count**0.5
+            if error <= max(NUM_LIKELY * noise, rounding):
+                return ""
+            if error > NUM_DEVIATIONS * noise:
+                return self._of_losses(error)
         return ""
 
-    def _effect_of_order(self, rows: Rows, loss: Loss) -> float:
-        """Return how much another order of the rows changes their loss: rounding. Groups of rows stay together."""
-        places = np.arange(rows.size)
-        effects = []
-        for order in (places[::-1].tolist(), np.roll(places, rows.size // 2).tolist()):
-            value = self.losses.of(rows.take(order)).value
-            effects.append(relative(value - loss.value, loss.value))
-        return max(effects)
-
-    def _sentence(self, error: float) -> str:
+    def _of_losses(self, error: float) -> str:
         what = "the loss of two micro batches together is not the mean of their losses"
         if self.network.weighted:
             what = "the sums and weights of two micro batches do not add up to those of both together"
-        return (
-            f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, a term is a sum, or the mean is over "
-            f"something else than rows (tokens, boxes, class weights){self._of_padding()}. {_PAGE}"
-        )
+        why = "a term is a sum, or the mean is over something else than rows (tokens, boxes, class weights)"
+        return self._sentence(what, error, why)
 
-    def _of_padding(self) -> str:
-        return "" if self.network.token_limit is None else ", or the loss reads padding that micro_tokens cuts off"
+    def _sentence(self, what: str, error: float, why: str) -> str:
+        if self.network.token_limit is not None:
+            why += ", or the loss reads padding that micro_tokens cuts off"
+        return f"For '{_OWNER}', {what} ({_apart(error)}): rows interact, {why}. {_PAGE}"
 
     # ---- the gradients of the training program
 
     def begin_window(self, parts: Sequence[Rows], program: Program) -> str:
-        """At the second window, compare the gradients of two micro batches before and after they exchange rows."""
+        """At the second window, compare the gradient of two micro batches with those of their parts."""
         self.windows += 1
         first = parts[0] if len(parts) > 1 else self.first
         self.first = parts[-1] if self.windows == 1 else None
-        if self.windows == 1 or first is None or self.is_distributed:
-            return ""
         losses = self.losses
         # A compiled program that draws random numbers would go on with others.
         can_repeat = losses.is_exact or losses.is_eager
-        if not can_repeat or losses.tolerance > TOLERANCES[ms.float32].loss:
+        is_precise = losses.tolerance <= TOLERANCES[ms.float32].loss
+        if self.windows == 1 or first is None or self.is_distributed or not (can_repeat and is_precise):
             return ""
         with losses.passes():
-            if losses.state.codes[0].has_hooks() or any(parameter.hooks() for parameter in self.parameters):
+            if losses.start.code.has_hooks() or any(parameter.hooks() for parameter in self.parameters):
                 return ""
-            error = gradient_error(losses, program, first.few(), parts[-1].few())
+            error = gradient_error(losses, program, first, parts[-1])
         if not error:
             return ""
-        return (
-            f"For '{_OWNER}', the gradient of two micro batches together is not the sum of their gradients "
-            f"({_apart(error)}): rows interact, also in the backward pass, or a term does not show in the "
-            f"loss{self._of_padding()}. {_PAGE}"
-        )
+        what = "the gradient of two micro batches together is not the sum of their gradients"
+        return self._sentence(what, error, "also in the backward pass, or a term does not show in the loss")
 
 
 def _apart(error: float) -> str:
     if not math.isfinite(error):
         return "one of them is not finite"
-    if error < 0.1:
-        return f"{100 * error:.2g} % apart"
-    return f"{100 * error:.0f} % apart"
+    return f"{100 * error:.{2 if error < 0.1 else 3}g} % apart"

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.snapshot import Snapshot, kept
+from ms_gradaccum.backend.snapshot import RandomNumbers, Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import IN_TRAINING_ONLY, evaluate
 from ms_gradaccum.batch.structure import SequenceOf
@@ -36,9 +36,10 @@ class Loss(NamedTuple):
 class LossOfRows:
     """The loss of a network as a function of rows, and the precision of its values."""
 
-    # What the passes of one measurement restore: the network as it was before them.
-    state: Snapshot
-    # Whether Dropout or BatchNorm was set to evaluation mode for these passes.
+    # The state of the network from which `restore` lets a pass begin, and the random numbers of all passes.
+    start: Snapshot
+    random: RandomNumbers
+    # Whether Dropout or BatchNorm was set to evaluation mode for the passes.
     has_evaluated = False
     # True once a loss was as expected from the very losses of the training: nothing random is in it.
     is_exact = False
@@ -58,26 +59,27 @@ class LossOfRows:
         return runs_eagerly(self.compiles)
 
     @contextmanager
-    def passes(self) -> Iterator[None]:
-        """Context of passes from one state of the network, as in training but without Dropout and BatchNorm."""
-        with kept(self.network.network, self.moved) as self.state:
-            self.has_evaluated = self.prepare()
+    def passes(self, start: Snapshot | None = None) -> Iterator[None]:
+        """Context of passes from a state of the network, or from the present one, to which it returns."""
+        with kept(self.network.network, self.moved) as now:
+            self.start = start or now
+            self.random = RandomNumbers(now.random.generators)
+            self.restore()
             yield
 
-    def prepare(self) -> bool:
-        """Leave out hooks, and set the cells that act otherwise in training to evaluation mode."""
-        self.state.leave_out_hooks()
-        return evaluate(self.state.cells, IN_TRAINING_ONLY)
-
     def restore(self) -> None:
-        """Take everything back to where it was before the passes."""
-        self.state.put_back()
-        self.prepare()
+        """Let the next pass begin as in training, but without hooks, Dropout and BatchNorm."""
+        self.start.put_back()
+        self.start.leave_out_hooks()
+        self.has_evaluated = evaluate(self.start.cells, IN_TRAINING_ONLY)
 
-    def of(self, rows: Rows, seed: int | None = 0) -> Loss:
-        """Return the loss of rows from a forward pass, with the random numbers of this seed, or with further ones."""
-        if seed is not None:
-            self.state.put_back_random(seed)
+    def alone(self, rows: Rows) -> Loss:
+        self.restore()
+        return self.of(rows)
+
+    def of(self, rows: Rows) -> Loss:
+        """Return the loss of rows from a forward pass, always with the same random numbers."""
+        self.random.put_back(1)
         if self.is_eager:
             return self.from_outputs(rows, Eager(self._cell(rows.structure), False)(ONE, *rows.tensors))
         if rows.structure not in self.programs:
@@ -113,17 +115,17 @@ class LossOfRows:
 
 
 def error_of(both: Loss, a: Loss, b: Loss) -> float:
-    """Return how far the losses of two micro batches are from that of both: their totals, and their weights."""
+    """Return how far the losses of two micro batches are from that of both: their totals, or their weights."""
     if not math.isfinite(a.value + b.value):
         return math.inf
     of_weights = relative(both.weight - a.weight - b.weight, both.weight, a.weight, b.weight)
-    return max(of_weights, relative(both.total - a.total - b.total, both.total, a.total, b.total))
+    of_totals = relative(both.total - a.total - b.total, both.total, a.total, b.total)
+    return max(of_weights, of_totals, key=abs)
 
 
 def relative(difference: float, *values: float) -> float:
     """Return a difference relative to the largest of the values."""
-    scale = max(map(abs, values))
-    return abs(difference) / scale if scale else 0.0
+    return difference / (max(map(abs, values)) or 1.0)
 
 
 def _quantum(value: float) -> float:

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     axes: tuple[int | None, ...]
     size: int
     weight: float  # The weight of their mean loss: their number, or what the caller gives.
-    padded: "Padded | None" = None  # Where their padding was cut off.
+    padded: "Rows | None" = None  # The same rows with all of their padding, where it was cut off.
 
     @staticmethod
     def of(inputs: tuple[object, ...], batch_axis: BatchAxis) -> "Rows":
@@ -37,71 +37,46 @@ class Rows(NamedTuple):
     def parts(
         network: nn.Cell, inputs: tuple[object, ...], split: SplitBatch, weight: float | None = None
     ) -> list["Rows"]:
-        """Return the micro batches of a batch, or its only one with a weight of the caller."""
-        axes = Flattened(inputs, network.batch_axis).axes
+        """Return the micro batches of a batch, or its only one with a weight of the caller.
+
+        Where padding was cut off, they have as many rows as two can join with all of it.
+        """
+        whole = Rows.of(inputs, network.batch_axis)
         parts = []
         for rows, tensors in split.micro_batches:
-            parts.append(Rows(split.structure, tensors, axes, rows, rows if weight is None else weight))
-        if not split.places:
-            return parts
-        whole = Rows.of(inputs, network.batch_axis)
-        most = max(1, network.token_limit.micro_tokens // (2 * split.longest))
+            parts.append(Rows(split.structure, tensors, whole.axes, rows, rows if weight is None else weight))
         for i, places in enumerate(split.places):
-            parts[i] = parts[i]._replace(padded=Padded(whole, places, most))
+            few = range(min(parts[i].size, network.token_limit.micro_tokens // (2 * split.longest) or 1))
+            parts[i] = parts[i].take(few)._replace(padded=whole.take(places[: len(few)]))
         return parts
 
     def joined(self, other: "Rows") -> "Rows":
         """Return these rows followed by others, both with their padding. What has no rows comes from the other ones."""
-        if self.padded is not None and other.padded is not None:
-            return self.padded.rows().joined(other.padded.rows())
-        if self.axes != other.axes:
+        ours = self.padded or self
+        theirs = other.padded or other
+        if ours.axes != theirs.axes:
             raise RowsDiffer
         tensors = []
-        for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
+        for first, second, axis in zip(ours.tensors, theirs.tensors, ours.axes):
             if axis is None:
-                tensors.append(theirs)
+                tensors.append(second)
                 continue
             try:
-                both = np.concatenate([as_array(ours), as_array(theirs)], axis)
+                both = np.concatenate([as_array(first), as_array(second)], axis)
             except ValueError:
-                raise RowsDiffer(f"{tuple(ours.shape)} and {tuple(theirs.shape)}") from None
-            tensors.append(_tensor(both, ours.dtype))
-        return Rows(other.structure, tuple(tensors), self.axes, self.size + other.size, self.weight + other.weight)
+                raise RowsDiffer(f"{tuple(first.shape)} and {tuple(second.shape)}") from None
+            tensors.append(_tensor(both, first.dtype))
+        return Rows(other.structure, tuple(tensors), ours.axes, self.size + other.size, self.weight + other.weight)
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return some of the rows."""
         tensors = []
         for each, axis in zip(self.tensors, self.axes):
             tensors.append(each if axis is None else _tensor(as_array(each).take(places, axis), each.dtype))
-        share = len(places) / self.size
-        padded = self.padded
-        if padded is not None:
-            padded = padded._replace(places=[padded.places[i] for i in places])
-        return self._replace(tensors=tuple(tensors), size=len(places), weight=self.weight * share, padded=padded)
-
-    def few(self) -> "Rows":
-        """Return as many of these rows as two micro batches can join with their padding."""
-        if self.padded is None or self.size <= self.padded.most:
-            return self
-        return self.take(range(self.padded.most))
-
-    def exchanged(self, other: "Rows") -> "Rows":
-        """Return the first half of these rows, followed by the second half of as many other ones."""
-        places = range(self.size)
-        half = self.size // 2
-        return self.take(places[:half]).joined(other.take(places[half:]))
-
-
-class Padded(NamedTuple):
-    """The rows of a micro batch as they are in their batch, with all of their padding."""
-
-    batch: Rows
-    places: Sequence[int]
-    most: int  # The number of such rows that half a micro batch has the tokens for.
-
-    def rows(self) -> Rows:
-        return self.batch.take(self.places)
+        weight = self.weight * len(places) / self.size
+        padded = self.padded and self.padded.take(places)
+        return Rows(self.structure, tuple(tensors), self.axes, len(places), weight, padded)
 
 
 def _tensor(array: Array, dtype: ms.Type) -> Tensor:
-    return Tensor(array) if dtype == ms.string else Tensor(array, dtype)
+    return Tensor(array, None if dtype == ms.string else dtype)

@@ -1,6 +1,7 @@
 """The batches at which a loss is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from mindspore import Parameter, nn
 
@@ -14,23 +15,24 @@ class Schedule:
     def __init__(self, network: nn.Cell, parameters: Sequence[Parameter]) -> None:
         self.batches = 0
         self.is_due = False  # Whether the batch that has begun last is due.
-        # The attributes of cells that are numbers: looking these up is cheaper than a walk over all attributes.
-        self.places: list[tuple[dict[str, object], str]] = []
+        # What returns the numbers: looking these up is cheaper than a walk over all attributes.
+        self.readers: list[Callable[[], object]] = []
         for _, cell in network.cells_and_names():
-            attributes = vars(cell)
-            names = [name for name, value in attributes.items() if type(value) in (int, float)]
-            self.places += [(attributes, name) for name in names if not name.startswith("_")]
+            for name, value in vars(cell).items():
+                if type(value) in (int, float) and not name.startswith("_"):
+                    self.readers.append(partial(vars(cell).get, name))
         updated = {id(each) for each in parameters}
-        self.scalars = [each for each in network.get_parameters() if id(each) not in updated and each.size == 1]
+        for each in network.get_parameters():
+            if each.size == 1 and id(each) not in updated:
+                self.readers.append(each.asnumpy)
         self.changes = 0
         self.values = ""  # The values at the batch before, as text: a NaN is equal to itself.
 
     def begin_batch(self) -> None:
         """Count a batch, and decide whether it is due. Of the changes, number 1, 2, 4, 8 ... count."""
         self.batches += 1
-        values = [attributes.get(name) for attributes, name in self.places]
-        values += [each.asnumpy().item() for each in self.scalars]
-        has_changed = self.batches > 1 and self.values != repr(values)
-        self.values = repr(values)
+        values = repr([read() for read in self.readers])
+        has_changed = self.batches > 1 and self.values != values
+        self.values = values
         self.changes += has_changed
         self.is_due = self.batches.bit_count() == 1 or (has_changed and self.changes.bit_count() == 1)

@@ -1,4 +1,4 @@
-"""Contents of containers, closures and random generators: whether they change, and how they are restored."""
+"""Contents of containers, closures and random generators, and how they are restored."""
 
 import random
 from collections import deque
@@ -45,21 +45,12 @@ def fill(holder: Any, content: Any) -> None:
         holder.set_state(content)
     elif is_a(holder, CellType):
         holder.cell_contents = content[0]
-    elif differs(holder, content):
+    elif _identities(content_of(holder)) != _identities(content):
         holder.clear()
         if is_a(holder, (list, deque)):
             holder.extend(content)
         else:
             holder.update(content)
-
-
-def differs(holder: Any, content: Any) -> bool:
-    """Return whether a container holds other objects. A generator goes on with each pass, which counts for nothing."""
-    if is_a(holder, GENERATORS):
-        return False
-    if is_a(holder, np.ndarray):
-        return not np.array_equal(holder, content)
-    return _identities(content_of(holder)) != _identities(content)
 
 
 def _identities(container: Any) -> list[int]:

@@ -29,14 +29,14 @@ _versions = itertools.count(1)
 
 
 class NetworkCode:
-    """The objects reachable from a network or an optimizer, and the names and strings in the user's functions there."""
+    """The objects reachable from networks or an optimizer, and the names and strings in the user's functions there."""
 
-    def __init__(self, network: object) -> None:
+    def __init__(self, *roots: object) -> None:
         self.names: set[str] = set()
         # The global variables that functions assign: the namespace of the module, and the name.
         self.assigned: list[tuple[dict[str, object], str]] = []
         found: dict[int, object] = {}
-        ahead = [network]
+        ahead = list(roots)
         while ahead:
             value = ahead.pop()
             if id(value) not in found:
@@ -63,7 +63,8 @@ class NetworkCode:
         is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
         if not is_open or is_a(value, ModuleType):
             return ()
-        return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)]
+        attributes = getattr(value, "__dict__", None)
+        return [kind, attributes, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)]
 
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
         """Record the names in code, and yield its globals and the values that it reads from the user's modules."""

@@ -1,19 +1,19 @@
 """Snapshot of all state that a run of a network may change, to restore it afterwards."""
 
-import random
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.device import is_host
-from ms_gradaccum.backend.held_values import GENERATORS, content_of, differs, fill
+from ms_gradaccum.backend.held_values import GENERATORS, content_of, fill
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.random_states import put_random_states, random_states
@@ -22,7 +22,6 @@ from ms_gradaccum.backend.tensors import Array as Array
 # The name of the module is that of a function, too.
 _SEEDS: Any = sys.modules["mindspore.common.seed"]
 _OF_CELLS = vars(nn.Cell()).keys()  # The attributes of every cell.
-_MISSING = object()  # The marker for an attribute that did not exist.
 # Tensors up to this size are always copied, to restore what a forward pass changes.
 SMALL_SIZE = 2**16
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
@@ -35,42 +34,33 @@ class SnapshotTensors:
     """
 
     def __init__(self, tensors: Iterable[Tensor], moved: AbstractSet[int] | None = None) -> None:
-        # Parameters first, in the order of their network.
-        self.tensors = sorted(_unique(tensors), key=lambda tensor: not isinstance(tensor, Parameter))
-        self.marks = [_fingerprint(as_array(each)) for each in self.tensors]
+        self.tensors = list(tensors)
+        self.marks = list(map(_fingerprint, self.tensors))
         self.values: dict[int, Array] = {}  # The copies, by the index of their tensor.
         for i, each in enumerate(self.tensors):
             if moved is None or each.size <= SMALL_SIZE or id(each) in moved:
                 self.values[i] = as_array(each).copy()
 
-    def changed(self, but: AbstractSet[int] = frozenset()) -> list[int]:
-        """Return the indices of the tensors that have changed, except for those with these identities."""
-        found = []
-        for i, each in enumerate(self.tensors):
-            if id(each) not in but and _fingerprint(as_array(each)) != self.marks[i]:
-                found.append(i)
-        return found
+    def changed(self) -> list[int]:
+        """Return the indices of the tensors that have changed."""
+        return [i for i, each in enumerate(self.tensors) if _fingerprint(each) != self.marks[i]]
 
-    def name_of(self, i: int) -> str:
-        return repr(getattr(self.tensors[i], "name", "a tensor"))
+    def names(self, indices: Iterable[int]) -> list[str]:
+        return [repr(getattr(self.tensors[i], "name", "a tensor")) for i in indices]
 
-    def put_back(self, but: AbstractSet[int] = frozenset()) -> None:
-        """Restore the values of all tensors except for these. Raise if a changed tensor has no copy."""
+    def put_back(self) -> list[str]:
+        """Restore the values. Return the names of the changed tensors that have no copy, and stay as they are."""
         lost = []
-        for i in self.changed(but):
+        for i in self.changed():
             if i in self.values:
                 assign_in_place(self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype))
             else:
-                lost.append(self.name_of(i))
-        if lost:
-            raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
+                lost.append(i)
+        return self.names(lost)
 
 
-def _fingerprint(array: Array) -> tuple[int, ...]:
-    """Return Python's hash of each MiB of an array, which takes a third of the time of a cryptographic hash."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    begins = range(0, data.size, 2**20)
-    return tuple([hash(data[begin : begin + 2**20].tobytes()) for begin in begins])
+def _fingerprint(tensor: Tensor) -> int:
+    return zlib.crc32(np.ascontiguousarray(as_array(tensor)).data)
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -87,6 +77,29 @@ def few_elements(tensor: Tensor) -> Array:
     return as_array(tensor.reshape(-1)[::step])
 
 
+class RandomNumbers:
+    """The states of the random generators that a run may read. Those inside kernels cannot be restored."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self.generators = generators  # Those that are objects of the user's.
+        self.seed = ms.get_seed()
+        self.note()
+
+    def note(self) -> None:
+        """Take the states that the generators have now."""
+        self.states = random_states()
+        self.kernel_seeds = dict(_SEEDS._KERNEL_SEED)
+        self.own = list(map(content_of, self.generators))
+
+    def put_back(self, default_seed: int | None = None) -> None:
+        """Restore the states. Without a seed, MindSpore's kernels choose one, unless there is a default."""
+        put_random_states(self.states)
+        _SEEDS._KERNEL_SEED = dict(self.kernel_seeds)
+        _SEEDS._GLOBAL_SEED = self.seed or default_seed
+        for generator, content in zip(self.generators, self.own):
+            fill(generator, content)
+
+
 class Snapshot:
     """Everything that a run of networks may change: tensors, cells, what their code reaches, and random generators.
 
@@ -95,125 +108,50 @@ class Snapshot:
     """
 
     def __init__(self, *networks: nn.Cell, moved: AbstractSet[int] | None = None) -> None:
-        self.codes = list(map(NetworkCode, networks))
-        reached: list[Any] = []
-        cells: list[nn.Cell] = []
-        tensors: list[Tensor] = []
-        # The namespace, the name and the value of the variables of modules that functions assign.
-        self.globals: list[tuple[dict[str, object], str, object]] = []
-        for network, code in zip(networks, self.codes):
-            reached += code.reached
-            cells += dict(network.cells_and_names()).values()
-            tensors += tensors_of(network)
-            for names, name in code.assigned:
-                self.globals.append((names, name, names.get(name, _MISSING)))
-        reached = _unique(reached)
+        inside: list[object] = []
+        for network in networks:
+            inside += [*network.get_parameters(), *dict(network.cells_and_names()).values()]
+        self.code = NetworkCode(*networks, *inside)
+        reached = self.code.reached
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = _of_kind(reached, Iterator)
-        self.cells: list[nn.Cell] = _unique([*cells, *_of_kind(reached, nn.Cell)])
-        self.tensors = SnapshotTensors([*tensors, *_of_kind(reached, Tensor)], moved)
+        self.cells: list[nn.Cell] = _of_kind(reached, nn.Cell)
+        self.tensors = SnapshotTensors(_of_kind(reached, Tensor), moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
-        self.contents: list[tuple[Any, Any]] = []
-        attributes = map(vars, filter(_has_attributes, [*self.cells, *reached]))
-        for holder in _unique([*attributes, *reached]):
-            content = content_of(holder)
-            if content is not None:
-                self.contents.append((holder, content))
-        self.random = random_states()
-        self.kernel_seeds = dict(_SEEDS._KERNEL_SEED)
-        self.seed = ms.get_seed()
+        self.contents = [(holder, content) for holder in reached if (content := content_of(holder)) is not None]
+        # The variables of modules that functions assign.
+        self.globals = [(names, name, names[name]) for names, name in self.code.assigned if name in names]
+        self.random = RandomNumbers(_of_kind(reached, GENERATORS))
 
     def leave_out_hooks(self) -> None:
         """Let passes call no forward hook."""
         for cell in self.cells:
             vars(cell).update(dict.fromkeys(_HOOKS))
 
-    def changed_names(self, but: AbstractSet[int] = frozenset()) -> list[str]:
-        """Return the names of what has changed, except for these tensors."""
-        names = list(map(self.tensors.name_of, self.tensors.changed(but)))
-        for known, name, value in self.globals:
-            if known.get(name, _MISSING) is not value:
-                names.append(repr(name))
-        kinds = {id(vars(cell)): type(cell) for cell in self.cells}
-        for cell in self.cells:  # Containers of MindSpore's own, such as the graphs that a cell has compiled.
-            kinds |= {id(value): nn.Cell for name, value in vars(cell).items() if name in _OF_CELLS}
-        for holder, content in self.contents:
-            kind = kinds.get(id(holder))
-            if kind is None and differs(holder, content):
-                names.append("an object")
-            elif kind is not None and is_user(kind):
-                for name in sorted((holder.keys() | content.keys()) - _OF_CELLS):
-                    if holder.get(name, _MISSING) is not content.get(name, _MISSING):
-                        names.append(f"'{kind.__name__}.{name}'")
+    def changed_names(self) -> list[str]:
+        """Return the names of the tensors and of the attributes of the user's cells that have changed."""
+        names = self.tensors.names(self.tensors.changed())
+        known = {id(holder): content for holder, content in self.contents}
+        for cell in self.cells:
+            for name, value in vars(cell).items():
+                if is_user(type(cell)) and name not in _OF_CELLS and known[id(vars(cell))].get(name) is not value:
+                    names.append(f"'{type(cell).__name__}.{name}'")
         return names
 
-    def put_back_random(self, seed: int | None = None) -> None:
-        """Restore the generators. With a ``seed``, passes that follow draw the same numbers for each of its values."""
-        put_random_states(self.random)
-        _SEEDS._KERNEL_SEED = dict(self.kernel_seeds)
-        _SEEDS._GLOBAL_SEED = self.seed
-        if seed is not None:
-            # Without a seed MindSpore's kernels choose one.
-            _SEEDS._GLOBAL_SEED = (self.seed or 1) + seed
-        for holder, content in self.contents:
-            if is_a(holder, GENERATORS):
-                fill(holder, content)
-        for _ in range(seed or 0):
-            random.random()
-            np.random.random()
-
-    def put_back(self, but: AbstractSet[int] = frozenset()) -> None:
-        """Restore everything except for these tensors."""
-        self.tensors.put_back(but)
-        self.put_back_random()
+    def put_back(self) -> list[str]:
+        """Restore everything. Return the names of the changed tensors that have no copy, and stay as they are."""
         for holder, content in self.contents:
             fill(holder, content)
         for names, name, value in self.globals:
-            if value is _MISSING:
-                names.pop(name, None)
-            else:
-                names[name] = value
+            names[name] = value
         for cell in self.cells:
             cell.add_flags(training=vars(cell)["training"])
-
-
-def _unique(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
+        self.random.put_back()
+        return self.tensors.put_back()
 
 
 def _of_kind(values: Iterable[Any], kind: Any) -> list[Any]:
     return [value for value in values if is_a(value, kind)]
-
-
-def tensors_of(network: nn.Cell) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a network, and the tensors that are attributes of its cells."""
-    yield from network.get_parameters()
-    for _, cell in network.cells_and_names():
-        for value in (*vars(cell).values(), *vars(cell)["_buffers"].values()):
-            if isinstance(value, Tensor):
-                yield value
-
-
-def constants_of(network: nn.Cell) -> dict[str, Tensor]:
-    """Return the floating-point tensors that are plain attributes of the user's cells, by their names."""
-    found = {}
-    for path, cell in network.cells_and_names():
-        if not is_user(type(cell)):
-            continue
-        for name, value in vars(cell).items():
-            if type(value) is Tensor and value.is_floating_point():
-                found[f"{path}.{name}"] = value
-    return found
-
-
-def buffers_of(network: nn.Cell) -> dict[str, Tensor]:
-    """Return the buffers of a network that its ``state_dict`` has, by their names in it."""
-    found = {}
-    for path, cell in network.cells_and_names():
-        for name, buffer in vars(cell)["_buffers"].items():
-            if buffer is not None and name not in cell._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
 
 
 @contextmanager
@@ -224,11 +162,6 @@ def kept(network: nn.Cell, moved: AbstractSet[int] = frozenset()) -> Iterator[Sn
         state.leave_out_hooks()
         yield state
     finally:
-        state.put_back()
-
-
-def _has_attributes(value: Any) -> bool:
-    """Return whether a value is a cell or an object of a class of the user's."""
-    if is_a(value, nn.Cell):
-        return True
-    return is_user(type(value)) and not is_a(value, (type, Tensor)) and hasattr(value, "__dict__")
+        lost = state.put_back()
+        if lost:
+            raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import State, another_program, check_path, check_saved_list
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
-from ms_gradaccum.backend.snapshot import buffers_of
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
@@ -84,7 +83,7 @@ class Contents:
         for cell in (window.network, *window.optimizers):
             cell.init_parameters_data()
         self._hold(prefix, window.network.get_parameters())
-        for name, buffer in buffers_of(window.network.network).items():
+        for name, buffer in _buffers_of(window.network.network).items():
             self.held[f"{prefix}buffer.{name}"] = Held(buffer, buffer, None, None)
         for i, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
             own = f"{prefix}optimizer{i}." if i else prefix
@@ -141,6 +140,16 @@ class Contents:
         if positions:
             epoch = positions[0].next_epoch
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
+
+
+def _buffers_of(network: nn.Cell) -> dict[str, Tensor]:
+    """Return the buffers of a network that its ``state_dict`` has, by their names in it."""
+    found = {}
+    for path, cell in network.cells_and_names():
+        for name, buffer in vars(cell)["_buffers"].items():
+            if buffer is not None and name not in cell._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:

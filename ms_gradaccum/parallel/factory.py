@@ -11,9 +11,8 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, is_a, listed, warn
 from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
-from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
-from ms_gradaccum.backend.snapshot import constants_of
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
@@ -294,7 +293,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         # The optimizer's state belongs to shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
     tensors = [*parameters.values(), *network.buffers()]
-    constants = constants_of(network)
+    constants = _constants_of(network)
     have_other_tensors = differing_ranks(tensors)
     have_other_constants = differing_ranks(constants.values())
     if have_other_tensors:
@@ -315,6 +314,18 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
             f"{listed(list(constants), 3)}), so each rank trains another network. Call mindspore.set_seed() with the "
             f"same seed on all ranks before the network is built, or make the tensor a buffer."
         )
+
+
+def _constants_of(network: nn.Cell) -> dict[str, Tensor]:
+    """Return the floating-point tensors that are plain attributes of the user's cells, by their names."""
+    found = {}
+    for path, cell in network.cells_and_names():
+        if not is_user(type(cell)):
+            continue
+        for name, value in vars(cell).items():
+            if type(value) is Tensor and value.is_floating_point():
+                found[f"{path}.{name}"] = value
+    return found
 
 
 def _sent_forward(network: nn.Cell) -> list[str]:

@@ -19,22 +19,22 @@ KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
 def test_each_bit_of_an_array_counts(shape, kind, seed):
     numbers = np.random.default_rng(seed)
     array = numbers.integers(0, 2, shape).astype(kind)
-    before = _fingerprint(array)
-    assert _fingerprint(array.copy()) == before
+    before = _fingerprint(Tensor(array))
+    assert _fingerprint(Tensor(array.copy())) == before
     if array.size:
         place = numbers.integers(array.size)
         array.reshape(-1).view(np.uint8)[place * array.itemsize] ^= 1
-        assert _fingerprint(array) != before
+        assert _fingerprint(Tensor(array)) != before
 
 
 def test_rows_that_change_places_are_seen():
     queue = np.random.default_rng(0).normal(size=(4096, 16)).astype(np.float32)
-    assert _fingerprint(queue) != _fingerprint(np.roll(queue, 1, 0))
+    assert _fingerprint(Tensor(queue)) != _fingerprint(Tensor(np.roll(queue, 1, 0)))
     # Its numbers change places in whole words, also far apart, and in one row.
     simple = np.arange(2**18, dtype=np.float32)
     for numbers in (2, 512, 2**17):
-        assert _fingerprint(simple) != _fingerprint(np.roll(simple, numbers))
-    assert _fingerprint(simple[:4]) != _fingerprint(np.roll(simple[:4], 2))
+        assert _fingerprint(Tensor(simple)) != _fingerprint(Tensor(np.roll(simple, numbers)))
+    assert _fingerprint(Tensor(simple[:4])) != _fingerprint(Tensor(np.roll(simple[:4], 2)))
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.int32, ms.bool_])
@@ -55,8 +55,15 @@ def test_what_has_no_copy_is_named(monkeypatch):
     weight = Parameter(Tensor([0.0]), "weight")
     kept = SnapshotTensors([weight], moved=set())
     weight.set_data(Tensor([1.0]))
+    assert kept.put_back() == ["'weight'"]
+
+
+def test_a_pass_that_changes_what_has_no_copy_raises(monkeypatch):
+    monkeypatch.setattr(snapshot, "SMALL_SIZE", 0)
+    network = nn.Dense(2, 2)
     with refuses(RuntimeError, "out of training"):
-        kept.put_back()
+        with snapshot.kept(network):
+            network.weight.set_data(Tensor(np.full((2, 2), 9, np.float32)))
 
 
 class Attending(nn.Cell):
@@ -100,7 +107,6 @@ def test_a_variable_of_a_closure_that_was_none_is_put_back(eager):
     network = Remembering()
     state = Snapshot(network)
     network(ops.ones(1))
-    assert state.changed_names() == ["an object"]
     state.put_back()
     assert network(ops.zeros(1)) == 0
 

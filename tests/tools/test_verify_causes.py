@@ -168,7 +168,7 @@ def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):
 COLUMN = Y.reshape(8, 1)
 BATCH_NORM = "BatchNorm (norm)"
 DROPOUT = "Dropout (drop)"
-OF_STATE = "The same rows have another loss in each pass"
+OF_STATE = "The forward pass changes 'norm.seen', and the loss depends on it"
 
 
 class Network(nn.Cell):

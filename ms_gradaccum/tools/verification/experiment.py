@@ -50,7 +50,7 @@ class Start(Snapshot):
     def begin(self, frozen: tuple[type[nn.Cell], ...]) -> None:
         """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
         self.tensors.put_back()
-        self.put_back_random()
+        self.random.put_back()
         for mode in zip(self.cells, self.trained, self.statistics):
             set_mode(*mode)
         evaluate(self.cells, frozen)
