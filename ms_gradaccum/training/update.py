@@ -26,8 +26,8 @@ def _value_of(grad: Tensor) -> Tensor:
     return grad.value()
 
 
-def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
-    return ops.expand_dims(ops.depend(parameter, value), 0)
+def _look_at(parameter: Tensor) -> Tensor:
+    return ops.expand_dims(parameter, 0)
 
 
 class Update(nn.Cell):
@@ -128,10 +128,9 @@ class Update(nn.Cell):
 
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
-        # A parameter used only in a branch would keep its old storage when a checkpoint is loaded. The reads come after
-        # the update, because the compiler copies values that are read before it; their cost is quadratic.
-        value = copy_after(value, ())
-        return ops.depend(value, map_tensors(ops.partial(_look_at, value), self.parameters))
+        # A parameter used only in a branch would keep its old storage when a checkpoint is loaded. The reads have no
+        # order: reads after the update would make the compiler copy each parameter several times.
+        return ops.depend(value, map_tensors(_look_at, self.parameters))
 
 
 class EagerUpdate:

@@ -4,7 +4,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental.optim.lr_scheduler import StepLR
 
 from ms_gradaccum import EMA, Accumulator, GradAccumulation, TrainOneStepCell
@@ -104,6 +104,26 @@ def test_the_output_the_events_and_an_ema_follow_the_optimizer(mode, maker):
     assert ends.counts == [(1, 0), (2, 0), (2, 1), (3, 1)]
     assert ema.updates == 3
     np.testing.assert_allclose(ema.parameters[0].asnumpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("maker", ["around Momentum", "around Momentum, norm by a function", "subclass"])
+def test_a_loaded_checkpoint_reaches_parameters_that_only_a_branch_reads(maker):
+    """The graph went on with the storage from before, if nothing outside of the branch read them."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = nn.Dense(3, 1, weight_init="zeros", has_bias=False)
+    optimizer = MAKERS[maker](network.trainable_params())
+    step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4), optimizer, check_loss=False)
+    inputs, labels = data()[0]
+    for _ in range(2):
+        step(inputs, labels)
+    weight, moment = np.array([[0.5, -1, 2]], np.float32), np.array([[0.1, 0.2, 0.3]], np.float32)
+    (moments,) = (each for each in step.get_parameters() if "moments." in each.name)
+    loaded = {network.weight.name: Parameter(Tensor(weight)), moments.name: Parameter(Tensor(moment))}
+    ms.load_param_into_net(step, loaded)
+    step(inputs, labels)
+    errors = inputs.asnumpy() @ weight.T - labels.asnumpy()
+    moment = 0.9 * moment + 2 * errors.T @ inputs.asnumpy() / len(inputs)
+    np.testing.assert_allclose(network.weight.asnumpy(), weight - 0.05 * moment, rtol=1e-6)
 
 
 def test_a_larger_graph_follows_the_count_of_the_optimizer(mode):
