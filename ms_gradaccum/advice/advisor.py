@@ -98,6 +98,9 @@ class SilentAdvisor:
     def after_high_norm(self, norm: Tensor, skip_above: object) -> None:
         """Learn of a window that is skipped because of its norm."""
 
+    def after_empty(self, weight: float, in_a_row: int) -> None:
+        """Learn of a window without weight, one of so many in a row."""
+
     def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:
         """Look at the first inputs of all ranks. Empty ones stand for those that were looked at before."""
 
@@ -219,6 +222,10 @@ class Advisor(SilentAdvisor):
     @_harmless
     def after_high_norm(self, norm: Tensor, skip_above: object) -> None:
         self.skipped_windows.note_high_norm(norm, skip_above)
+
+    @_harmless
+    def after_empty(self, weight: float, in_a_row: int) -> None:
+        self.skipped_windows.note_empty(weight, in_a_row)
 
     @_harmless
     def after_first_inputs(self, firsts: Sequence[FirstInput]) -> None:

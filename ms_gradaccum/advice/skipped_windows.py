@@ -11,6 +11,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 
 # The squares of larger numbers are Inf in float32, added up over a large gradient.
 _MAX_WITH_FINITE_SQUARES = 1e12
+_MANY_EMPTY = 4
 
 
 class SkippedWindows:
@@ -50,6 +51,15 @@ class SkippedWindows:
             f"this window makes no update, and later windows like it are skipped without a warning. Their number is "
             f"in `skipped_updates`."
         )
+
+    def note_empty(self, weight: float, in_a_row: int) -> None:
+        """Look at a window that makes no update because of its weight."""
+        if in_a_row == _MANY_EMPTY:
+            warn(
+                f"For '{self.owner}', the weight of a window must be positive, but got {weight:g} in the last of "
+                f"{_MANY_EMPTY} windows in a row without an update. Look for labels that are all ignored, or a "
+                f"network that returns another weight than its number of tokens."
+            )
 
     def _why_not_finite(self, weight: float, scale: float) -> str:
         """Return the cause of a non-finite norm. A sum is ``weight`` times ``scale`` times the gradient."""

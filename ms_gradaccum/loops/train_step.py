@@ -158,16 +158,19 @@ class HostDrivenStep(Step):
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        return self._batch(lambda: self.window.add(args, kwargs, self.driver.is_last_batch))
+        return self._batch(functools.partial(self.window.add, args, kwargs))
 
     def join(self) -> StepOutput:
-        return self._batch(self.window.micro_steps.join)
+        return self._batch(lambda is_last: self.window.micro_steps.join())
 
-    def _batch(self, add: Callable[[], object]) -> StepOutput:
+    def _batch(self, add: Callable[[bool], object]) -> StepOutput:
         """Count one batch, which ``add`` adds to the window, and end it."""
-        self.driver.begin_batch(self.steps_of_window())
+        steps = self.accumulation_steps
+        if self.has_schedule:
+            steps = self.steps_of_window()
+        self.driver.begin_batch(steps)
         try:
-            add()
+            add(self.driver.is_last_batch)
         except BaseException as error:
             if self.window.can_continue_after(error):
                 self._end_batch()  # The other ranks end theirs, too.
@@ -428,6 +431,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:
             self.check_claims()
+        for extra in self.extras:  # Those of an earlier training, too, which do not listen any more.
+            extra.check_can_save(_OWNER)
         if self.use_graceful_exit:
             self._agree_to_exit()
         return self.body.run(args, kwargs, super().__call__)

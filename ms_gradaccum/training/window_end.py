@@ -287,6 +287,7 @@ class WindowEnds:
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
+        self.empty_in_a_row = 0  # The number of windows without weight since the last update.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells: list[nn.Cell | Compiled] = []
@@ -329,6 +330,7 @@ class WindowEnds:
         outputs = window.outputs
         if updated:
             self.overflows_in_a_row = 0
+            self.empty_in_a_row = 0
         elif outputs[0].has_overflow:
             self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
@@ -375,6 +377,9 @@ class WindowEnds:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
         elif weight > 0:  # Only the limit of the norm is left as a reason.
             self.advisor.after_high_norm(first.grad_norm, self.settings.norm_limit.given)
+        else:
+            self.empty_in_a_row += 1
+            self.advisor.after_empty(weight, self.empty_in_a_row)
         for reducer in self.reducers:
             reducer.buffer.clear()
         return window

@@ -412,6 +412,26 @@ def test_a_step_is_saved_between_its_batches_alone(event, tmp_path):
     assert held(fresh) == held(step)
 
 
+def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
+    _, accumulator = own_loop()
+    save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "come before accumulate"):
+        with accumulator.accumulate():
+            save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "loaded between two"):
+        with accumulator.accumulate():
+            accumulator.backward(X, X)
+            load_state(accumulator, tmp_path)
+    accumulator.drop()
+    with accumulator.accumulate():
+        accumulator.backward(X, X)
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "come before clip_grad_norm"):
+            save_state(accumulator, tmp_path)
+        accumulator.step()
+    assert save_state(accumulator, tmp_path).updates == 1
+
+
 HOLDER = """
 import sys
 from pathlib import Path

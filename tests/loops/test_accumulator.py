@@ -282,3 +282,27 @@ def test_names_and_arguments_of_accelerate_are_taken():
         accumulator.backward(Tensor(1.0))
     with refuses(TypeError, "'networks'"):
         accumulator.accumulate(4)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_zero_grad_throws_a_full_window_away_that_is_not_stepped(inside):
+    network, accumulator = toy_loop(2)
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            if inside:
+                accumulator.zero_grad()
+    if not inside:
+        accumulator.zero_grad()
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
+    assert weight_of(network) == pytest.approx(descend((5, 6, 7, 8)), rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, np.int64(0), Tensor(0)], ids=repr)
+def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
+    network, accumulator = toy_loop(2)
+    # What a mean over no token is.
+    accumulator((Tensor([[np.nan]], ms.float32),), weight=weight, loss=np.nan)
+    output = accumulator((Tensor([[-102.0]]),), weight=np.float32(8), loss=102.0)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 102, 8)
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)

@@ -244,3 +244,54 @@ def test_flush_clips_as_the_loop_does(clip, clipped):
     output = accumulator.flush()
     np.testing.assert_allclose(-network.weight.asnumpy(), clipped, rtol=1e-6)
     assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(clipped), rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["flush", "drop"])
+@pytest.mark.parametrize("before", [True, False], ids=["before backward", "after backward"])
+def test_flush_and_drop_inside_a_batch_do_not_shift_the_next_boundary(how, before):
+    network, accumulator = toy_loop(4)
+    updates = []
+    for index, each in enumerate(FOUR * 3):
+        with accumulator.accumulate():
+            if index == 2 and before:
+                result = getattr(accumulator, how)()
+            accumulator.backward(*each)
+            if index == 2 and not before:
+                result = getattr(accumulator, how)()
+            accumulator.step()
+        updates.append(accumulator.updated)
+    # The third batch belongs to the next window, or to the one that ends.
+    ends = {True: [5, 9], False: [6, 10]}[before]
+    if how == "flush":
+        ends = [2, *ends]
+        assert number(result.weight) == (4 if before else 6)
+    else:
+        assert result == (2 if before else 3)
+    assert [index for index, update in enumerate(updates) if update] == ends
+
+
+def test_a_clip_is_for_one_update(two_weights):
+    clipped_update(two_weights, lambda accumulator: accumulator.clip_grad_norm(0.1))
+    update, _, _ = clipped_update(two_weights, lambda accumulator: None)
+    np.testing.assert_array_equal(update, [3, 4])
+
+
+def test_a_second_step_does_nothing():
+    network, accumulator = toy_loop(2)
+    list(train(accumulator, FOUR[:2]))
+    weight = weight_of(network)
+    output = accumulator.step()
+    assert accumulator.updated and not number(output.updated) and number(output.weight) == 0
+    assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]
+
+
+def test_flush_updates_with_an_unfinished_window():
+    network, accumulator = toy_loop(4)
+    assert accumulator.flush() is None
+    assert updates_of(accumulator, FOUR[:3]) == [False] * 3
+    output = accumulator.flush()
+    assert number(output.updated) and number(output.weight) == 6 and accumulator.updated
+    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
+    # Nothing is left, and the next window has four batches.
+    assert accumulator.flush() is None and accumulator.drop() == 0
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]

@@ -340,6 +340,16 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
+def test_a_training_without_it_does_not_train_the_averages(eager):
+    """Leaving them would undo that training."""
+    _, model = toy()
+    ema = EMA(0.5)
+    model.train(1, batches(8), callbacks=[ema])
+    with ema.swapped(), refuses(RuntimeError, "Leave ema.swapped() first"):
+        model.train(1, batches(8))
+    model.train(1, batches(8))
+
+
 def test_what_it_cannot_average_is_refused(eager):
     step = new_step()
     ema = EMA()

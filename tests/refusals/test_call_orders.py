@@ -15,10 +15,46 @@ from loop_toy import FOUR, toy_loop, updates_of
 from mindspore import Tensor, nn, ops
 from modelled_window import ROWS, ROWS_OF_TWO, Modelled
 from refusal import refuses, warns
-from step_probe import LABELS, changed, tensors, values_of, with_a_bad_label
+from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
 from strategies import batch_of, endless, examples, refusal
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+
+
+def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
+    _, accumulator = toy_loop(2)
+    accumulator.backward(*FOUR[0])
+    with accumulator.accumulate():
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "backward() must come"):
+            accumulator.backward(*FOUR[1])
+        accumulator.zero_grad()
+
+
+def test_a_window_is_clipped_in_one_way():
+    _, accumulator = toy_loop(1)
+    accumulator.backward(*FOUR[0])
+    accumulator.clip_grad_norm(2.0)
+    accumulator.clip_grad_norm(1.0)
+    with refuses(RuntimeError, "clip_grad_norm() and clip_grad_value()"):
+        accumulator.clip_grad_value(1.0)
+    assert number(accumulator.step().clipped_grad_norm) == 1
+
+
+def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
+    found = []
+    for bad in (False, True):
+        network = nn.Dense(1, 3, "ones", "zeros")
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
+        assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
+        if bad:
+            with pytest.raises(RuntimeError, match="^For 'GatherD'"):
+                updates_of(accumulator, [with_a_bad_label(5)])
+        assert updates_of(accumulator, [tensors(X, LABELS)] * 2) == [False, True]
+        found.append(network.weight.asnumpy())
+    np.testing.assert_array_equal(*found)
+    assert not np.array_equal(found[0], np.ones_like(found[0]))
 
 
 def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():

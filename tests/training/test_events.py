@@ -1,11 +1,11 @@
 """The events of micro batches and updates that callbacks get, and their order."""
 
 import pytest
-from linear_toy import X, batches, line, sgd, toy
+from linear_toy import X, batches, line, sgd, toy, toy_step
 from mindspore import Tensor, nn
 from mindspore.train import Callback
 
-from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, StepEvent
 from ms_gradaccum.loops.epoch import PassSteps
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -68,13 +68,8 @@ EXPECTED = [
 ROWS = [Tensor(X[:3])] * 3
 
 
-def build_step(**settings):
-    network = line()
-    return TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network), **settings)
-
-
 def test_the_order_of_a_training_step(listener):
-    step = build_step(accumulation_steps=2)
+    _, step = toy_step(2, accumulation_steps=2)
     step.add_callback(listener)
     assert step.flush() is None  # nothing to tell of
     outputs = [step(x, 2 * x) for x in ROWS] + [step.flush()]
@@ -165,7 +160,7 @@ def test_a_callback_that_is_added_while_a_model_trains_stays(listener):
 
 
 def test_a_callback_that_is_added_again_hears_each_event_once(listener):
-    step = build_step()
+    _, step = toy_step(2)
     for _ in range(2):
         step.add_callback(listener)
         step(*ROWS[:1] * 2)

@@ -3,12 +3,12 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, line, sgd, toy_step
 from mindspore import Tensor, nn
 from refusal import refuses, warns
 from step_probe import Around, tensors
 
-from ms_gradaccum import Accumulator, TrainOneStepCell
+from ms_gradaccum import Accumulator
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training import window_end
 
@@ -21,10 +21,7 @@ from ms_gradaccum.training import window_end
 )
 def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, monkeypatch):
     monkeypatch.setattr(window_end, "MAX_OVERFLOWS", 3)
-    network = line()
-    step = TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=accumulation_steps, check_loss=False
-    )
+    network, step = toy_step(accumulation_steps=accumulation_steps, check_loss=False)
     graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
     right, broken = tensors(X, 2 * X), tensors(X, np.nan * X)
 
@@ -59,9 +56,8 @@ def test_a_device_whose_graphs_raise_no_error_says_so_of_an_accumulator(mode):
 
 
 def test_a_device_whose_graphs_raise_no_error_says_so(mode):
-    network = line()
     with built_for("GPU"):
-        step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
+        _, step = toy_step(check_loss=False)
     graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
     with warns("For 'TrainOneStepCell'", "end the training"):
         graph(*tensors(X, 2 * X))

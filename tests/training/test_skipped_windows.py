@@ -121,3 +121,19 @@ def test_a_window_that_weighs_nothing_is_none_of_them():
     network = build()
     loss_cell = GradAccumulation(NoWeight(network), 2, weighted=True)
     assert train(TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1)), 0.0) == []
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_four_windows_in_a_row_that_weigh_nothing_are_told_of(weight):
+    network = build()
+    loss_cell = GradAccumulation(NoWeight(network), 2, weighted=True)
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in [weight] * 3 + [1.0] + [weight] * 3:
+            step(*rows(factor))
+        assert not [each for each in caught if "in a row" in str(each.message)]
+        for _ in range(3):
+            step(*rows(weight))
+    (said,) = [str(each.message) for each in caught if "in a row" in str(each.message)]
+    assert said.startswith(f"For 'TrainOneStepCell', the weight of a window must be positive, but got {weight * 4:g} ")

@@ -3,20 +3,13 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd, weight_of
+from linear_toy import X, sgd, toy_step, weight_of
 from mindspore import Parameter, Tensor, nn, ops
 from open_window import buffer_of, window_of
 from step_probe import Weights, changed, keeping_step, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, StepOutput, TrainOneStepCell
 from ms_gradaccum.training import micro_steps
-
-
-def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
-    """The weight of y = weight * x, which starts at 0, and the step that trains it."""
-    network = line()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    return network, TrainOneStepCell(loss_cell, make_optimizer(network, learning_rate), **settings)
 
 
 def momentum(network, learning_rate):

@@ -4,7 +4,7 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, sgd, toy_step
 from mindspore import nn, ops
 from open_window import reducer_of
 from quick_mindspore import api, compiling
@@ -49,17 +49,13 @@ def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.parametrize("as_graph", [False, True], ids=["step", "graph"])
 def test_more_open_batches_than_the_step_collects_are_updated_with(as_graph, tmp_path):
-    def toy(steps):
-        network = line()
-        return network, TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=steps)
-
     rows = [tensors(X[i : i + 2], 2 * X[i : i + 2]) for i in range(0, 8, 2)]
-    _, step = toy(4)
+    _, step = toy_step(accumulation_steps=4)
     for batch in rows[:3]:
         step(*batch)
     ms.save_checkpoint(step, str(tmp_path / "middle.ckpt"))
     for steps in (2, 3):
-        network, step = toy(steps)
+        network, step = toy_step(accumulation_steps=steps)
         ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
         output = ms.jit(step)(*rows[3]) if as_graph else step(*rows[3])
         assert np.isfinite(number(output[0])) and network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)

@@ -3,20 +3,21 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line, weight_of
+from linear_toy import X, toy_step, weight_of
 from mindspore import Tensor, nn
 from refusal import refuses
 from step_probe import Around, changed, number, tensors, values_of
 
-from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import ClipByGlobalNorm
+
+
+def momentum(network, rates):
+    return nn.Momentum(network.trainable_params(), rates, 0.9)
 
 
 def trained_step(micro_size, accumulation_steps):
-    network = line()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    optimizer = nn.Momentum(network.trainable_params(), [0.01, 0.02, 0.01, 0.02], 0.9)
-    clip = ClipByGlobalNorm(50.0)
-    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, clip=clip)
+    settings = {"accumulation_steps": accumulation_steps, "clip": ClipByGlobalNorm(50.0)}
+    return toy_step(micro_size, [0.01, 0.02, 0.01, 0.02], momentum, **settings)[1]
 
 
 def in_graph(step):
