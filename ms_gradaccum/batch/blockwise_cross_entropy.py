@@ -97,7 +97,7 @@ class BlockwiseCrossEntropy(nn.Cell):
         # CPU's LogSoftmax would be off by 3e-6, which is much of a small loss.
         place_of_peak, peak = _argmax(logits)
         share_of_peak = ops.gather_d(_softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(1, -1)
-        numbers = (peak.reshape(1, -1), share_of_peak, ops.gather_d(logits, 1, place).reshape(1, -1))
+        numbers: Tensors = (peak.reshape(1, -1), share_of_peak, ops.gather_d(logits, 1, place).reshape(1, -1))
         if self.label_smoothing > 0:
             numbers += (logits.sum(1).reshape(1, -1),)
         # Not in a list comprehension, of which the compiler would keep 3 MB for each block.
