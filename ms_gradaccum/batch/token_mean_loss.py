@@ -45,7 +45,7 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
 
     Labels are aligned with the logits: for a causal language model, shift them in the dataset.
 
-    The loss is computed in blocks of tokens, in float32, and its backward pass computes each block again, so that
+    The loss is computed in blocks, in float32, and its backward pass computes each block again, so that
     nothing but the logits and their gradient has the size of the table of tokens and classes. With `head`, the logits
     of a block are computed there as well, and no table exists at all, neither in training nor in evaluation:
 
@@ -60,8 +60,9 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         head (Union[Cell, Parameter, tuple[Parameter], None]): Linear layer from hidden states to logits: an
             ``nn.Dense``, a ``mint.nn.Linear``, its weight of shape :math:`(C, D)`, or a tuple of weight and bias. The
             table of an embedding, which is also in `backbone`, gets the sum of both gradients. Default: ``None``.
-        block_tokens (Union[int, None]): Tokens of a block. By default, 32 MiB of logits, and at least 128 tokens.
-            Default: ``None``.
+        block_tokens (Union[int, None]): Tokens whose logits fit into a block. With a `head` and fewer tokens than
+            classes, a block has as many logits, of all tokens and some classes. By default 16 MiB of logits, or a
+            thirty-second part of all. Default: ``None``.
 
     Keyword Args:
         label_smoothing (float): Share of the label that all classes have, at least 0 and below 1. Default: ``0.0``.

@@ -1,4 +1,4 @@
-"""TokenMeanLoss in blocks of tokens, with a head or without: against formulas in NumPy and against the plain loss."""
+"""TokenMeanLoss in blocks of tokens or words, with a head or without: against NumPy and against the plain loss."""
 
 import subprocess
 import sys
@@ -28,6 +28,9 @@ LABELS = GENERATOR.integers(0, CLASSES, (ROWS, LENGTH)).astype(np.int32)
 # The rows have 7, 6, 1 and 4 tokens.
 LABELS[1, 6:], LABELS[2, 1:], LABELS[3, 4:] = IGNORED, IGNORED, IGNORED
 VALID = LABELS != IGNORED
+# 7 tokens, fewer than words: blocks of words. Budgets of 1, 3 and 6 tokens are blocks of 1, 4 and 9 words.
+FEW_HIDDEN, FEW_WEIGHTS = HIDDEN[1:2], TOKEN_WEIGHTS[1:2]
+FEW_LABELS = np.int32([[0, 3, 4, 7, 8, 10, IGNORED]])
 
 
 class Network(nn.Cell):
@@ -106,17 +109,18 @@ ALL = {"label_smoothing": SMOOTHING, "z_loss": Z_LOSS, "logit_softcap": SOFTCAP,
 OPTIONS = [{}, *({name: value} for name, value in ALL.items()), ALL]
 
 
-def assert_formula(with_logits, has_bias, options, blocks):
-    given = [TOKEN_WEIGHTS] if "token_weights" in options else []
-    weights = TOKEN_WEIGHTS if given else np.ones_like(TOKEN_WEIGHTS)
+def assert_formula(with_logits, has_bias, options, blocks, hidden=HIDDEN, labels=LABELS, token_weights=TOKEN_WEIGHTS):
+    given = [token_weights] if "token_weights" in options else []
+    weights = token_weights if given else np.ones_like(token_weights)
     numbers = [options.get(name, 0) for name in ("label_smoothing", "z_loss")]
-    expected = by_hand(HIDDEN, LABELS, weights, has_bias, *numbers, options.get("logit_softcap"))
+    expected = by_hand(hidden, labels, weights, has_bias, *numbers, options.get("logit_softcap"))
     for block_tokens in blocks:
         loss_cell = loss_cell_of(Network(has_bias, with_logits), block_tokens=block_tokens, **options)
-        loss_sum, found = gradients(loss_cell, HIDDEN, LABELS, *given)
+        loss_sum, found = gradients(loss_cell, hidden, labels, *given)
         assert loss_sum == pytest.approx(expected[0], rel=1e-6)
         assert_close(found, expected[1])
-        assert number(loss_cell(*tensors(HIDDEN, LABELS, *given))[1]) == pytest.approx((weights * VALID).sum())
+        valid = weights * (labels != IGNORED)
+        assert number(loss_cell(*tensors(hidden, labels, *given))[1]) == pytest.approx(valid.sum())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
@@ -127,10 +131,19 @@ def test_sum_and_gradients_are_those_of_the_formula(with_logits, has_bias, optio
     assert_formula(with_logits, has_bias, options, (7, 5, 28, None))
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_in_blocks_of_words_they_are(has_bias, options):
+    # Blocks of one size, a shorter last one, and one block.
+    assert_formula(False, has_bias, options, (1, 3, 6, None), FEW_HIDDEN, FEW_LABELS, FEW_WEIGHTS)
+
+
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all options"])
 @pytest.mark.parametrize(("with_logits", "has_bias"), [(False, True), (False, False), (True, True)])
 def test_in_both_modes_they_are(with_logits, has_bias, options, network_mode):
     assert_formula(with_logits, has_bias, options, (5,))
+    if not with_logits:
+        assert_formula(with_logits, has_bias, options, (3,), FEW_HIDDEN, FEW_LABELS, FEW_WEIGHTS)
 
 
 # Each micro size in one mode.
@@ -244,7 +257,9 @@ def test_products_in_16_bits_have_sums_in_32(name, mode, monkeypatch):
         monkeypatch.setattr(BlockwiseCrossEntropy, "logits", watched)
     network = Network()
     settings = HALVES[name](network)
-    step = keeping_step(loss_cell_of(network, block_tokens=5), 2, check_loss=False, **settings)
+    # In op by op mode, a micro batch has 7 tokens and blocks of words.
+    micro_size = 4 if mode == ms.PYNATIVE_MODE else 2
+    step = keeping_step(loss_cell_of(network, block_tokens=5), micro_size, check_loss=False, **settings)
     output = step(*tensors(HIDDEN, LABELS))
     loss_sum, expected = by_hand(HIDDEN, LABELS, np.ones_like(TOKEN_WEIGHTS))
     assert number(output.updated) and output.loss.dtype == ms.float32
@@ -266,6 +281,16 @@ def test_the_sums_over_blocks_do_not_overflow_in_float16(mode):
     assert np.isinf(gradients(TokenMeanLoss(network), *inputs)[1][1]).all()
 
 
+def test_the_sum_over_blocks_of_words_does_not_overflow_in_float16(mode):
+    # At equal probabilities, 4 blocks of 2 words give 40000, 40000, -40000 and -30000: 80000 is no float16.
+    weight = np.float32([[16000], [16000], [16000], [16000], [-16000], [-16000], [-24000], [0]])
+    head = nn.Dense(1, 8, Tensor(weight), has_bias=False).to_float(ms.float16)
+    inputs = np.zeros((4, 1), np.float32), np.full(4, 7, np.int32), np.full(4, 10, np.float32)
+    loss_cell = TokenMeanLoss(nn.Identity(), head=head, block_tokens=1, token_weights=True)
+    differentiate = ops.value_and_grad(LossSum(loss_cell), 0)
+    np.testing.assert_allclose(differentiate(*tensors(*inputs))[1].asnumpy(), np.full((4, 1), 1e4), rtol=1e-3)
+
+
 def test_evaluation_is_the_same_loss_and_computes_no_more_than_a_block(monkeypatch):
     shapes = []
     logits = BlockwiseCrossEntropy.logits
@@ -283,6 +308,9 @@ def test_evaluation_is_the_same_loss_and_computes_no_more_than_a_block(monkeypat
     shapes.clear()
     gradients(loss_cell.network, HIDDEN, LABELS)
     assert shapes == ([(5, CLASSES)] * 5 + [(3, CLASSES)]) * 2
+    shapes.clear()
+    gradients(loss_cell_of(Network(), block_tokens=3), FEW_HIDDEN, FEW_LABELS)
+    assert shapes == [(7, 4), (7, 4), (7, 3)] * 2
 
 
 def test_logits_in_16_bits_have_a_float32_copy_of_one_block(monkeypatch):
@@ -308,20 +336,56 @@ def test_small_losses_are_exact(mode):
     assert number(loss_sum) == pytest.approx(2 * np.log1p(np.exp(-9.21)), rel=1e-3)
 
 
+def test_small_losses_are_exact_over_blocks_of_words(mode):
+    # The words of 9.21 and of 0 are in different blocks.
+    weight = np.float32([[9.21, 0], [-100, -100], [0, 9.21], [-100, -100]])
+    head = nn.Dense(2, 4, Tensor(weight), has_bias=False)
+    loss_cell = TokenMeanLoss(nn.Identity(), head=head, block_tokens=1)
+    loss_sum = loss_cell(Tensor(np.eye(2, dtype=np.float32)), Tensor(np.int32([0, 2])))[0]
+    assert number(loss_sum) == pytest.approx(2 * np.log1p(np.exp(-9.21)), rel=1e-3)
+
+
+def test_a_block_of_words_may_be_excluded_by_its_bias(mode):
+    bias = np.where(np.arange(CLASSES) < 8, BIAS, -np.inf)
+    head = nn.Dense(WIDTH, CLASSES, Tensor(WEIGHT, ms.float32), Tensor(bias, ms.float32))
+    inputs = FEW_HIDDEN, np.int32([[0, 1, 2, 3, 4, 7, IGNORED]])
+    loss_sum, found = gradients(TokenMeanLoss(nn.Identity(), head=head, block_tokens=3), *inputs)
+    smaller = nn.Dense(WIDTH, 8, Tensor(WEIGHT[:8], ms.float32), Tensor(BIAS[:8], ms.float32))
+    expected, others = gradients(TokenMeanLoss(nn.Identity(), head=smaller), *inputs)
+    assert loss_sum == pytest.approx(expected, rel=1e-6)
+    assert_close([found[0], found[1][:8]], [others[0], others[1]])
+
+
 @pytest.mark.parametrize("label", [-1, CLASSES])
 def test_a_label_that_is_no_class_is_an_error(label, mode):
     """MindSpore's own loss takes -1 for the last class."""
-    labels = LABELS.copy()
-    labels[0, 0] = label
-    with pytest.raises((RuntimeError, ValueError), match="GatherD"):
-        number(loss_cell_of(Network())(*tensors(HIDDEN, labels))[0])
+    # In blocks of tokens, and of words that the block divides or does not.
+    for hidden, labels, block_tokens in (
+        (HIDDEN, LABELS, None),
+        (FEW_HIDDEN, FEW_LABELS, 1),
+        (FEW_HIDDEN, FEW_LABELS, 3),
+    ):
+        labels = labels.copy()
+        labels[0, 0] = label
+        with pytest.raises((RuntimeError, ValueError), match="GatherD"):
+            number(loss_cell_of(Network(), block_tokens=block_tokens)(*tensors(hidden, labels))[0])
 
 
 def test_the_size_of_a_block():
-    assert blocks_of(10, 5, 4) == ((0, 4), (4, 8), (8, 10))
-    assert blocks_of(10, 5, 10) == blocks_of(10, 5, 99) == ((0, None),)
-    # 32 MiB of float32, and at least 128 tokens.
-    assert [blocks_of(10**6, classes, None)[0] for classes in (1024, 32768, 131072)] == [(0, 8192), (0, 256), (0, 128)]
+    def limits(*arguments):
+        return [(words, tokens) for number, words, tokens in blocks_of(*arguments)[0]]
+
+    whole = (0, None)
+    assert limits(10, 5, True, 4) == [(whole, (0, 4)), (whole, (4, 8)), (whole, (8, 10))]
+    assert limits(10, 5, True, 10) == limits(10, 5, True, 99) == [(whole, whole)]
+    # The longer side is cut, but never the words of given logits.
+    assert limits(5, 10, True, 2) == [((0, 4), whole), ((4, 8), whole), ((8, 10), whole)]
+    assert limits(5, 10, False, 2) == [(whole, (0, 2)), (whole, (2, 4)), (whole, (4, 5))]
+    # 16 MiB of float32, or a thirty-second part of the table.
+    assert limits(1024, 100000, True, None)[0] == ((0, 4096), whole)
+    assert limits(10**6, 1024, False, None)[0] == (whole, (0, 31250))
+    assert len(limits(16384, 131072, True, None)) == 32
+    assert limits(4, 10**8, False, None)[0] == (whole, (0, 1))
 
 
 def test_open_lengths_are_one_block(mode):
