@@ -133,15 +133,15 @@ class LossMeasurement:
     def _finding(self, a: Part, b: Part, state: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
         losses = self.losses
-        first = a.rows
         second = b.rows
         try:
-            both = first.joined(second)
+            both = a.rows.joined(second)
         except RowsDiffer as error:
-            self._tell_of_shapes(f"{error}", first.weight == first.size)
+            self._tell_of_shapes(f"{error}", a.rows.weight == a.rows.size)
             return ""
+        first = a.rows.beside(second)
         # Only the losses of a training tell of state, and of one network with the same inputs.
-        is_known = a.updates == b.updates and first.structure == second.structure and math.isfinite(a.mean + b.mean)
+        is_known = a.updates == b.updates and a.rows.has_inputs_of(second) and math.isfinite(a.mean + b.mean)
         with losses.passes(state):
             try:
                 whole = losses.of(both)

@@ -68,6 +68,22 @@ class Rows(NamedTuple):
             tensors.append(_tensor(both, first.dtype))
         return Rows(other.structure, tuple(tensors), ours.axes, self.size + other.size, self.weight + other.weight)
 
+    def beside(self, other: "Rows") -> "Rows":
+        """Return these rows with the other inputs of ``other``: the weight of a term may change in each batch."""
+        tensors = []
+        for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
+            tensors.append(theirs if axis is None else ours)
+        return self._replace(structure=other.structure, tensors=tuple(tensors))
+
+    def has_inputs_of(self, other: "Rows") -> bool:
+        """Return whether all inputs but the rows are those of ``other``."""
+        if self.structure != other.structure:
+            return False
+        for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
+            if axis is None and not np.array_equal(as_array(ours), as_array(theirs)):
+                return False
+        return True
+
     def take(self, places: Sequence[int]) -> "Rows":
         """Return some of the rows."""
         tensors = []

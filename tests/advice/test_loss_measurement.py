@@ -276,6 +276,31 @@ def test_batches_of_other_lengths_are_said_once(lengths, count, network_mode):
     assert ["have different lengths ((1, 5, 2) and (1, 3, 2))" in each for each in said] == [True] * count
 
 
+def annealed(cell, x, y, weight):
+    out = cell.net(x)
+    return (out - y).square().mean() + weight * out.square().mean()
+
+
+def annealed_largest(cell, x, y, weight):
+    out = cell.net(x)
+    return (out - y).square().mean() + weight * out.square().mean(1).max()
+
+
+@pytest.mark.parametrize("as_input", [Tensor, float])
+@pytest.mark.parametrize("function, count", [(annealed, 0), (annealed_largest, 1)])
+def test_a_weight_that_is_another_in_each_batch_is_no_finding(function, count, as_input, network_mode):
+    """Both micro batches were measured with the last batch's weight, and compared with losses of their own weights."""
+    step = step_of(Of(function), 1, accumulation_steps=4)
+    parts = np.split(np.arange(len(X)), 4)
+
+    def train():
+        for number in range(8):
+            rows = parts[number % 4]
+            step(Tensor(X[rows]), Tensor(Y[rows]), as_input(2.0 + number))
+
+    assert len(said_by(train)) == count
+
+
 def test_a_filter_that_ignores_everything_leaves_the_logger(eager, caplog):
     def words(category):
         cell, inputs = build(WRONG["sum_of_squares"])
