@@ -108,15 +108,19 @@ class Snapshot:
     """
 
     def __init__(self, *networks: nn.Cell, moved: AbstractSet[int] | None = None) -> None:
-        inside: list[object] = []
+        parameters: list[Tensor] = []
+        cells: list[nn.Cell] = []
         for network in networks:
-            inside += [*network.get_parameters(), *dict(network.cells_and_names()).values()]
-        self.code = NetworkCode(*networks, *inside)
+            parameters += network.get_parameters()
+            cells += dict(network.cells_and_names()).values()
+        self.code = NetworkCode(*networks, *parameters, *cells)
         reached = self.code.reached
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = _of_kind(reached, Iterator)
         self.cells: list[nn.Cell] = _of_kind(reached, nn.Cell)
-        self.tensors = SnapshotTensors(_of_kind(reached, Tensor), moved)
+        # Reading a parameter initializes it if it waits for that. A training does so in this order.
+        tensors = {id(each): each for each in [*parameters, *_of_kind(reached, Tensor)]}
+        self.tensors = SnapshotTensors(tensors.values(), moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
         self.contents = [(holder, content) for holder in reached if (content := content_of(holder)) is not None]
         # The variables of modules that functions assign.

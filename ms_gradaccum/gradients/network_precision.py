@@ -136,12 +136,12 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except (RuntimeError, NameError) as error:
         # It does not support all of Python's syntax, and looks for classes in modules alone.
-        remedy = "Name the inputs of each construct() in place of *inputs"
+        remedy = "name the inputs of each construct() in place of *inputs"
         if isinstance(error, NameError):
-            remedy = "Define the classes of the network outside of functions"
+            remedy = "define the classes of the network outside of functions"
         raise ValueError(
             f"For '{owner}', the argument 'mixed_precision' must fit MindSpore's conversion, but got {level}: "
-            f"{str(error).splitlines()[0]}. {remedy}, or give level 'O2'."
+            f"{str(error).splitlines()[0]}. Give level 'O2', or {remedy}."
         ) from error
     finally:
         os.chdir(here)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from losses_as_written import MASK, WRONG, X, Y, build, net
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.nn.utils import no_init_parameters
 from open_window import compiled_micro_steps, window_of
 from random_losses import KINDS, RandomLoss
 from refusal import refuses
@@ -188,6 +189,23 @@ def test_a_compiled_training_is_the_same_with_it_to_the_bit(mode, monkeypatch):
     assert batches
     assert found[0] == found[1]
     assert len(set(found[0][0])) == 3
+
+
+def test_parameters_that_are_initialized_late_get_the_same_values(network_mode):
+    """A measurement reads them first: it must do so in their order."""
+
+    def weights(check_loss):
+        ms.set_seed(1)
+        np.random.seed(1)
+        with no_init_parameters():
+            network = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 3))
+            optimizer = nn.SGD(network.trainable_params(), 0.05)
+        cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
+        TrainOneStepCell(cell, optimizer, check_loss=check_loss)(Tensor(X), Tensor(Y))
+        return [parameter.asnumpy() for parameter in network.get_parameters()]
+
+    for found, expected in zip(weights(True), weights(False)):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_an_iterator_is_not_used_up(eager):

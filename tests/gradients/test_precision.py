@@ -195,7 +195,7 @@ def test_a_network_whose_class_is_in_a_function(eager, tmp_path, monkeypatch):
             return self.dense(x).mean()
 
     network = Local()
-    with refuses(ValueError, "'mixed_precision'", "Define the classes of the network outside of functions"):
+    with refuses(ValueError, "'mixed_precision'", "define the classes of the network outside of functions"):
         TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
     step = TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
     assert np.isfinite(step(Tensor(np.ones((2, 2), np.float32))).item())

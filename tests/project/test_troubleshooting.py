@@ -89,6 +89,14 @@ class Returning(nn.Cell):
         return self.make(self.cell(x, y))
 
 
+class Hidden(Returning):
+    """A network with a term that does not show in its loss."""
+
+    def construct(self, x, y):
+        term = ops.square((self.trainable_params()[0] * x).mean())
+        return self.cell(x, y) + term - ops.stop_gradient(term)
+
+
 class Plain(Returning):
     """A network that may take more than it needs."""
 
@@ -186,6 +194,7 @@ PROVOKED = {
     "exceeds the 8": lambda: train_parts(loss_cell(), parts=16),
     "1 for GRU": lambda: train_parts(Recurrent(), ops.ones((8, 8, 3))),
     "loss of two": lambda: train_parts(nn.WithLossCell(line(), nn.MSELoss(reduction="sum"))),
+    "gradient of two": lambda: call_each(step_of(GradAccumulation(Hidden(), 2)), LINES, LINES),
     "sums and weights": lambda: train_parts(Returning(lambda loss: (loss, Tensor(2.0))), weighted=True),
     "forward pass changes": lambda: train_parts(Counted()),
     "network takes 4": lambda: train_parts(OfFour()),

@@ -69,7 +69,7 @@ def whole(tmp_path_factory):
 def test_all_that_can_be_tried_here_passes(whole):
     status, found, lines = whole
     failed = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
-    assert len(failed) == 1, failed
+    assert len(failed) == 1, [cell["said"] for cell in failed]
     (died,) = failed
     assert died["name"] == "dies" and died["said"].startswith("its process ended: ")
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
