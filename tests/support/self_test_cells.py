@@ -144,6 +144,13 @@ def well(cell):
     return Found(0.0, 1.0, "nothing")
 
 
+def late(cell):
+    """The first process takes longer than the others."""
+    if cell.rank == 0:
+        time.sleep(3)
+    return well(cell)
+
+
 def dies(cell):
     """The last process ends, and the others wait."""
     if cell.rank == cell.size - 1:

@@ -145,6 +145,14 @@ def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
     assert list(dict.fromkeys(text[:6] for text in told)) == ["1 of 3", "2 of 3", "3 of 3"]
 
 
+def test_a_process_that_dies_takes_no_cell_before_it_along():
+    """It ended the job while the others had not reported that cell."""
+    cells = [replace(going(name), parallel="data parallel") for name in ("late", "dies")]
+    late, died = quietly(cells)
+    assert late["outcome"] == "passed"
+    assert died["said"].startswith("its process ended: ")
+
+
 def test_a_device_that_is_not_there_fails_each_cell(monkeypatch):
     monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", SharedJob)
     outcomes = quietly([going("well"), going("well")], device="Ascend")

@@ -15,6 +15,7 @@ from mindspore.communication import get_rank, init
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.device import DEVICES, is_host, this_device
+from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, RankError
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
@@ -156,7 +157,10 @@ def try_cells(cells: Sequence[Cell]) -> Iterator[Result | Outcome]:
         init()
         rank = get_rank()
     yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
-    for cell in cells:
+    for number, cell in enumerate(cells):
+        if first.size > 1:
+            # A process that dies in a cell would end the job while others have not reported the cell before it.
+            gather_counts("begins a cell of the self-test", number)
         yield try_cell(replace(cell, rank=rank))
 
 
