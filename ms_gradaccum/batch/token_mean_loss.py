@@ -73,7 +73,8 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
 
     Inputs:
         - **\*inputs** - Inputs of `backbone`, and after them:
-        - **labels** (Tensor) - Classes, integers of shape :math:`(*)`.
+        - **labels** (Tensor) - Classes, integers of shape :math:`(*)`. A label that is neither a class nor
+          `ignore_index` is an error of MindSpore's GatherD.
         - **token_weights** (Tensor) - Numbers of the shape of `labels`, not negative, only with `token_weights`. They
           have no gradient.
 
