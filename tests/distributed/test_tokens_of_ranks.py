@@ -75,6 +75,29 @@ def test_a_mean_over_tokens_is_one_over_those_of_all_ranks(who_counts):
     assert np.abs(alike - expected).max() > 1e-2
 
 
+@on_ranks(2, cases=[*((name, way) for name in KINDS for way in ("", "blocks")), ("data parallel", "none on rank 0")])
+def test_a_token_counts_the_same_on_whichever_rank_it_is(name, way):
+    """In a loop, and with a head in blocks of five tokens."""
+    dense = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
+    cell = TokenMeanLoss(nn.Identity(), head=dense, block_tokens=5) if way == "blocks" else TokenMeanLoss(dense)
+    accumulator = Accumulator(cell, nn.SGD(dense.trainable_params(), RATE), 2, parallel=KINDS[name])
+    window = [(1, 1) if way == "none on rank 0" else (0, 1), (0, 1)]
+    for number in window[RANK]:
+        accumulator.backward(*map(Tensor, token_batch(RANK, number)))
+        output = accumulator.step()
+    grads, losses = by_hand(*(token_batch(rank, number) for rank in (0, 1) for number in window[rank]))
+    np.testing.assert_allclose(dense.weight.asnumpy(), START - RATE * grads.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output.loss.asnumpy(), losses.mean(), rtol=1e-5)
+    assert output.updated and output.weight == len(losses)
+    # A window without tokens on any rank changes nothing.
+    before = dense.weight.asnumpy()
+    for _ in range(2):
+        accumulator.backward(*map(Tensor, token_batch(0, 1)))
+        output = accumulator.step()
+    assert (dense.weight.asnumpy() == before).all()
+    assert (output.loss, output.updated, output.weight) == (0, False, 0)
+
+
 # The rows of each batch, by rank, for gradients that a loop gives.
 ROWS = [[3, 1], [2, 5]]
 
