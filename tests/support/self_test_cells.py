@@ -1,7 +1,6 @@
 """Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
 import os
-import pickle
 import sys
 import time
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import numpy as np
 import quick_mindspore
 from mindspore import Tensor
 from open_window import buffer_of
+from shared_process import SharedJob
 
 from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.checkpoint import state as states
@@ -21,7 +21,7 @@ from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.processes import Job
-from ms_gradaccum.tools.self_test.self_test import judge, try_cells
+from ms_gradaccum.tools.self_test.self_test import judge
 from ms_gradaccum.tools.self_test.training import Cell, Found
 
 # In the line about a cell, before what is said of a broken build.
@@ -58,28 +58,9 @@ def run(function, fault, cell):
         return function(cell)
 
 
-class HereJob:
-    """A job of one process which is this one, as a process of its own takes seconds to begin."""
-
-    received = 0
-
-    def __init__(self, *task):
-        self.reports = try_cells(*pickle.loads(pickle.dumps(task)))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        pass
-
-    def wait(self, timeout, watch):
-        self.received += 1
-        return [next(self.reports)]
-
-
-def few_jobs(count, function, *task):
+def few_jobs(count, *task):
     """Stands in for Job: only several processes are started."""
-    return HereJob(*task) if count == 1 else Job(count, function, *task)
+    return (SharedJob if count == 1 else Job)(count, *task)
 
 
 def everywhere(original, other):

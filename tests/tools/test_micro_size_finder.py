@@ -70,13 +70,10 @@ def test_a_child_that_allocates_without_end_is_ended(eager):
         find_micro_size(grows, "624MiB")
 
 
-def test_an_error_of_the_network_is_not_taken_for_missing_memory(eager, shared):
+def test_an_error_of_the_network_is_not_taken_for_missing_memory_nor_the_other_way_round(eager, shared):
     with refuses(RuntimeError, "training must run") as raised:
         find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)
-
-
-def test_memory_that_the_device_lacks_is_not_an_error_of_the_network(eager, shared):
     with refuses(MemoryError, "optimizer and single"):
         find_micro_size(lacks_device_memory, "1GiB")
 
@@ -120,7 +117,6 @@ def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, mo
 
 
 def ends(processes, seconds=60):
-    """Wait until these processes have ended, and return whether they have."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(runs, processes)):
         time.sleep(0.05)
