@@ -15,7 +15,8 @@ import tiers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from linear_toy import X, line, sgd
-from mindspore import Tensor, nn
+from mindspore import Tensor
+from refusal import loss_cell
 
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation
@@ -33,19 +34,12 @@ def examples(number, **more):
     )
 
 
-def loss_cell():
-    return nn.WithLossCell(line(), nn.MSELoss())
-
-
 class Nameless:
-    """An object of a class that nothing knows."""
-
     def __repr__(self):
         return "Nameless()"
 
 
 def endless():
-    """A list that holds itself."""
     nest = [0]
     nest.append(nest)
     return nest
@@ -137,7 +131,6 @@ def attempt(call, *args, errors=(TypeError, ValueError), stock=None, **kwargs):
 
 
 def refusal(call, *args, **kwargs):
-    """Call, and return the sentence with which it was refused; None if it was not."""
     return attempt(call, *args, **kwargs)[1]
 
 
