@@ -1,10 +1,12 @@
 """Hand-written loops on two processes against one process on all rows."""
 
 import functools
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
 import pytest
+import scenarios
 from described_messages import sizes_sent
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
@@ -15,15 +17,10 @@ from ranks import RANK, SIZE, on_ranks, own_share, states
 from refusal import refuses
 from scenarios import batch, build_network, joined, stock_clipped, uneven_data, weights_of, whole_batches
 
-from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel
+from ms_gradaccum import HSDP, AccumulationConfig, Accumulator
 
 PART, SIZES = "test_loops_of_ranks", (2,)
-KINDS = {
-    "data parallel": DataParallel(check_weights=True),
-    "data parallel, each batch": DataParallel(sync_each_batch=True, check_weights=True),
-    "level1": HSDP(threshold=0, check_weights=True),
-    "level2": HSDP(-1, 0, "level2", check_weights=True),
-}
+KINDS = {name: replace(kind, check_weights=True) for name, kind in scenarios.KINDS.items()}
 
 
 def close(found, expected):

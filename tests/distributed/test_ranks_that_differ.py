@@ -28,7 +28,6 @@ from scenarios import (
     stock_weights,
     uneven_data,
     weights_of,
-    whole_batches,
 )
 
 from ms_gradaccum import (
@@ -263,55 +262,75 @@ class Fails:
 
 
 DROPPED = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
-# The batch that fails, where, and whether the window has rows of it: windows have two batches of three micro batches.
+# The batch that fails, and where: windows have two batches of three micro batches.
 FAILURES = {
     "first micro batch": (1, "begin", 0),
     "mid-batch": (1, "begin", 2),
     "last micro batch": (2, "end", 2),
     "update": (2, "update", None),
 }
+# Of a loop, before the backward pass and after it.
+BESIDE = {"before": (1, "before"), "after": (2, "after")}
 
 
 def close(weights, expected):
     np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
 
 
-def check_second_window(weights):
-    """Only the rows of the second window have trained, those of both ranks: MindSpore's own step with all of them."""
-    expected = np.array(whole_batches("Momentum", ((2, 3),)))
-    assert not np.allclose(expected, weights_of(build_network()), atol=1e-3)
-    assert not np.allclose(expected, whole_batches("Momentum", ((0, 1), (2, 3))), atol=1e-3)
-    close(weights, expected)
+# By what becomes of the window: it has no rows of the failed batch, is dropped, or has all.
+WINDOWS = {
+    "left out": [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))],
+    "dropped": [joined(batch(2), batch(3))],
+    "whole": [joined(batch(0), batch(1)), joined(batch(2), batch(3))],
+}
 
 
-def check_without_first_batch(weights):
-    close(weights, stock_weights("Momentum", [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))]))
-
-
-@on_ranks(2, cases=[*((kind, "mid-batch") for kind in KINDS), *itertools.product(APART, FAILURES)])
-def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure):
-    """Or it goes on without that batch, if nothing of it was added."""
-    network, step = build_step(
-        "Momentum", accumulation_steps=2, parallel=KINDS[kind], check_loss=kind == "data parallel"
-    )
-    step.add_callback(Fails(*FAILURES[failure]))
+@on_ranks(
+    2,
+    cases=[
+        *(("step", kind, "mid-batch") for kind in KINDS),
+        *itertools.product(["step"], APART, FAILURES),
+        *itertools.product(["loop"], APART, ["before", "mid-batch", "after"]),
+    ],
+)
+def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face, kind, failure):
+    """Or it goes on without that batch, if nothing of it was added, and with it, if all was."""
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    settings = {"accumulation_steps": 2, "parallel": KINDS[kind], "check_loss": kind == "data parallel"}
+    step = (TrainOneStepCell if face == "step" else Accumulator)(loss_cell, optimizer, **settings)
+    step.add_callback(Fails(*FAILURES.get(failure, (0, ""))))
+    failing, where = BESIDE.get(failure, (0, ""))
     errors, ended = 0, []
     with told("ranks") as said:
         for number in range(4):
+            fails = RANK and number + 1 == failing
             try:
-                ended.append(step(*own_share(number)).ends_window)
+                if face == "step":
+                    ended.append(step(*own_share(number)).ends_window)
+                    continue
+                with step.accumulate():
+                    if fails and where == "before":
+                        raise Failure
+                    step.backward(*own_share(number))
+                    if fails and where == "after":
+                        raise Failure
+                    step.step()
             except Failure:
                 errors += 1
-    assert errors == RANK and step.open_batches() == 0
-    if failure == "first micro batch":
-        assert (step.events.updates, step.events.skipped_updates, said) == (2, 0, [])
-        check_without_first_batch(weights_of(network))
+    becomes = {"before": "left out", "first micro batch": "left out", "after": "whole"}.get(failure, "dropped")
+    assert errors == RANK
+    assert (step.events.updates, step.events.skipped_updates) == ((1, 1) if becomes == "dropped" else (2, 0))
+    expected = {name: stock_weights("Momentum", windows) for name, windows in WINDOWS.items()}
+    close(weights_of(network), expected.pop(becomes))
+    assert all(np.abs(np.subtract(weights_of(network), other)).max() > 1e-3 for other in expected.values())
+    if becomes != "dropped":
+        assert said == []
         return
-    assert (step.events.updates, step.events.skipped_updates) == (1, 1)
-    # The rank that has raised the error has no report of that batch.
-    assert ended in ([False, True, False, True], [True, False, True], [False, False, True])
-    check_second_window(weights_of(network))
     assert any(DROPPED in text for text in said)
+    # The rank that has raised the error has no report of that batch.
+    assert face == "loop" or ended in ([False, True, False, True], [True, False, True], [False, False, True])
 
 
 @on_ranks(2)
@@ -326,38 +345,6 @@ def test_a_batch_that_was_given_wrong_is_left_out():
         errors += 1
     assert (errors, step.events.updates, step.events.skipped_updates) == (RANK, 1, 0)
     close(weights_of(network), stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))]))
-
-
-@on_ranks(2, cases=[(kind, *place) for kind in APART for place in ((1, "before"), (1, "inside"), (2, "after"))])
-def test_a_loop_goes_on_after_an_error_of_one_rank(kind, failing, where):
-    """Before the backward pass the batch is left out; inside it the window is dropped; after it all rows are there."""
-    network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
-    settings = {"parallel": KINDS[kind], "check_loss": kind == "data parallel"}
-    accumulator = Accumulator(loss_cell, optimizer, 2, **settings)
-    accumulator.add_callback(Fails(failing, "begin", 1) if where == "inside" else Fails(0, ""))
-    errors = 0
-    for number in range(4):
-        fails = RANK and number + 1 == failing
-        try:
-            with accumulator.accumulate():
-                if fails and where == "before":
-                    raise Failure
-                accumulator.backward(*own_share(number))
-                if fails and where == "after":
-                    raise Failure
-                accumulator.step()
-        except Failure:
-            errors += 1
-    assert errors == RANK
-    assert accumulator.driver.updates == (1 if where == "inside" else 2)
-    if where == "before":
-        check_without_first_batch(weights_of(network))
-    elif where == "inside":
-        check_second_window(weights_of(network))
-    else:
-        close(weights_of(network), whole_batches("Momentum", ((0, 1), (2, 3))))
 
 
 # What ranks are told of their data and their gradients.

@@ -13,14 +13,12 @@ import numpy as np
 import quick_mindspore
 from mindspore import Tensor
 from open_window import buffer_of
-from shared_process import SharedJob
 
 from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
-from ms_gradaccum.tools.processes import Job
 from ms_gradaccum.tools.self_test.self_test import judge
 from ms_gradaccum.tools.self_test.training import Cell, Found
 
@@ -56,11 +54,6 @@ def run(function, fault, cell):
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
         return function(cell)
-
-
-def few_jobs(count, *task):
-    """Stands in for Job: only several processes are started."""
-    return (SharedJob if count == 1 else Job)(count, *task)
 
 
 def everywhere(original, other):

@@ -11,12 +11,11 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from refusal import refuses
-from self_test_cells import IN_BUILD, few_jobs, going, run, tried
-from shared_process import SharedJob
+from self_test_cells import IN_BUILD, going, run, tried
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
-from ms_gradaccum.tools.processes import IN_JOB
+from ms_gradaccum.tools.processes import IN_JOB, Job
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, self_test
 from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
@@ -33,7 +32,6 @@ REASON = "this CPU has no matrix product in bfloat16"
 def nothing_stays_behind():
     before = set(processes_with(IN_JOB))
     yield
-    SharedJob.end()
     deadline = time.monotonic() + 20
     while set(processes_with(IN_JOB)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -58,7 +56,6 @@ def whole(tmp_path_factory):
         cells = [tried(cell, *faults_of(cell)) for cell in CELLS]
         cells.append(replace(going("dies"), parallel="data parallel"))
         patch.setattr(SELF_TEST, partial(self_test, cells=cells))
-        patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", few_jobs)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
 
@@ -116,7 +113,7 @@ def quietly(cells, **settings):
     return self_test(cells=cells, show=lambda line: None, **{"timeout": 300, **settings})["cells"]
 
 
-class LateJob(SharedJob):
+class LateJob(Job):
     """A process that answers once, and then no more."""
 
     def wait(self, timeout, watch):
@@ -127,7 +124,7 @@ class LateJob(SharedJob):
 
 
 def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
-    jobs, told = [LateJob, SharedJob, SharedJob], []
+    jobs, told = [LateJob, Job, Job], []
     monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", lambda *task: jobs.pop(0)(*task))
     cells = [going("well"), going("raises"), going("well")]
     hung, raised, well = quietly(cells, timeout=45, tell=told.append)
@@ -147,8 +144,7 @@ def test_a_process_that_dies_takes_no_cell_before_it_along():
     assert died["said"].startswith("its process ended: ")
 
 
-def test_a_device_that_is_not_there_fails_each_cell(monkeypatch):
-    monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", SharedJob)
+def test_a_device_that_is_not_there_fails_each_cell():
     outcomes = quietly([going("well"), going("well")], device="Ascend")
     assert [cell["outcome"] for cell in outcomes] == ["failed"] * 2
     assert "Ascend" in outcomes[0]["said"]
