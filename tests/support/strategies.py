@@ -15,6 +15,7 @@ import tiers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from linear_toy import X, line, sgd
+from loop_toy import batch as batch_of
 from mindspore import Tensor
 from refusal import loss_cell
 
@@ -132,12 +133,6 @@ def attempt(call, *args, errors=(TypeError, ValueError), stock=None, **kwargs):
 
 def refusal(call, *args, **kwargs):
     return attempt(call, *args, **kwargs)[1]
-
-
-def batch_of(*rows):
-    """These rows of the linear toy: x and y = 2x."""
-    x = np.array(rows, np.float32).reshape(-1, 1)
-    return Tensor(x), Tensor(2 * x)
 
 
 ALL_ROWS = batch_of(*X.ravel())
