@@ -97,12 +97,6 @@ def state_size(optimizer):
     return sum(parameter.size for parameter in optimizer.get_parameters())
 
 
-@on_ranks(2, cases=["data parallel", "all shards", "two shards, level2"])
-def test_each_entry_is_clipped_by_itself(name):
-    network, _, output = train("Adam", "value", RANK, SIZE, parallel=KINDS[name])
-    check_like_one_process(network, output, "value")
-
-
 @on_ranks(2, cases=KINDS)
 def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kind):
     network, _, _ = train("Adam", "none", RANK, SIZE, parallel=kind)
@@ -110,6 +104,12 @@ def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kin
     expected = whole_batches("Adam", EACH)
     assert not np.allclose(expected, weights_of(build_network()))  # Otherwise the test proves nothing.
     close(weights_of(network), expected)
+
+
+@on_ranks(2, cases=["data parallel", "all shards", "two shards, level2"])
+def test_each_entry_is_clipped_by_itself(name):
+    network, _, output = train("Adam", "value", RANK, SIZE, parallel=KINDS[name])
+    check_like_one_process(network, output, "value")
 
 
 @on_ranks(2, 4, cases=[*KINDS, "nothing above the threshold"], compiled=True)
@@ -232,20 +232,16 @@ def test_messages_and_sums_are_those_of_the_layout_and_few(kind):
 
 
 @on_ranks(2)
-def test_clips_take_a_reduction_and_a_limit_of_the_norm_none():
+def test_clips_take_a_reduction_a_limit_of_the_norm_none_and_16_bits_a_message():
     messages_of(HSDP(), 1)
     messages_of(KINDS["all shards"], 1, 2, clip=ClipByValue(0.1))
     messages_of(KINDS["all shards, level2"], 2, 3, clip=ClipByGroupNorm({"*weight": 0.1, "*": 1.0}))
+    precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype=ms.float16)
     for name in THREE:
         assert messages_of(KINDS[name], 2, skip_above=NormSpike()) == messages_of(KINDS[name], 2)
-
-
-@on_ranks(2, cases=THREE)
-def test_16_bits_and_dropped_micro_batches_are_in_what_the_reducer_describes(name):
-    precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype=ms.float16)
-    sent = messages_of(KINDS[name], 4, mixed_precision=precision, bad_micro_batch="drop", compile=True)
-    # The loss, the weight and the dropped micro batches go by themselves.
-    assert ("AllReduce", 2, 12) in sent
+        # The loss, the weight and the dropped micro batches go by themselves where gradients have 16 bits.
+        sent = messages_of(KINDS[name], 4, mixed_precision=precision, bad_micro_batch="drop", compile=True)
+        assert ("AllReduce", 2, 12) in sent
 
 
 # Checkpoints, and other numbers of processes.

@@ -220,14 +220,11 @@ def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, settin
     network = line()
     with refuses(ValueError, "'print_separate_loss'"):
         mindformers.step(Terms(network, False), sgd(network), 4, **TRAINER)
-
-
-def test_mindformers_accumulates_itself_where_the_compiler_partitions(mindformers):
-    network = line()
+    # Where the compiler partitions, mindformers accumulates itself.
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
         with refuses(ValueError, "'parallel_mode'"):
-            mindformers.step(mse(network), sgd(network), 4)
+            built(mindformers)
     finally:
         ms.reset_auto_parallel_context()
 
