@@ -6,23 +6,23 @@ python benchmarks/distributed.py    # 6 x (Dense(512), GELU), batch 1024 per ran
 import argparse
 import gc
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from mindspore import nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_group_size, init
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.tools.processes import Job
 
-# The tests start their processes with the same launcher.
-sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("distributed", "support")]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import quick_mindspore
 from described_messages import described
-from launch import launch, report
 
 NAIVE = "naive, sync each micro batch"
 OURS = "ours, data parallel"
@@ -61,12 +61,19 @@ def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tupl
     return {name: (seconds[name][2:], sent) for name, (_, _, sent) in programs.items()}
 
 
+def measured(micro_size: int, args: argparse.Namespace) -> Iterator[dict[str, tuple[list[float], list[int]]]]:
+    """In a process of the job, yield what it measures."""
+    quick_mindspore.install()
+    gc.freeze()  # Each compilation collects garbage, which takes longest in the modules that never become any.
+    init()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    yield measure_windows(micro_size, args)
+
+
 def print_rows(processes: int, micro_size: int, args: argparse.Namespace) -> None:
-    """Measure under msrun."""
-    arguments = ["--child", "--micro-sizes", str(micro_size)]
-    arguments += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = launch(Path(__file__).resolve(), processes, Path(folder), arguments=arguments)
+    # The job imports the function from its file, which is the main program here.
+    with Job(processes, import_module(Path(__file__).stem).measured, micro_size, args) as job:
+        ranks = job.wait(600.0)
     # The best run, each as long as its slowest rank.
     times = {name: min(max(runs) for runs in zip(*(rank[name][0] for rank in ranks))) for name in NAMES}
     for name in NAMES:
@@ -86,18 +93,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=1024, help="rows per rank and window")
     parser.add_argument("--repeat", type=int, default=5, help="windows per time, after two to warm up")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    if args.child:
-        gc.freeze()  # Each compilation collects garbage, which takes longest in the modules that never become any.
-        init()
-        ms.set_context(mode=ms.GRAPH_MODE)
-        report(get_rank(), measure_windows(args.micro_sizes[0], args))
-        return
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions()}")
     print(f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}")
     for processes in args.processes:

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "fused_program.py"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MindSpore needs g++ to fuse kernels on CPU")
-def test_windows_of_fused_kernels_give_what_numpy_gives(tmp_path):
+def test_windows_of_fused_kernels_give_what_others_give(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[2]), "MS_COMPILER_CACHE_PATH": str(tmp_path)}
     command = [sys.executable, PROGRAM]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

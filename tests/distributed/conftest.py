@@ -1,14 +1,17 @@
-"""Jobs of several processes that test files share. What the launcher starts is no test and runs only under msrun."""
+"""Jobs of several processes that test files share."""
 
-from pathlib import Path
+import os
+import shutil
+from unittest import mock
 
+import many_parts
 import pytest
-from launch import launch
 from simulation.cuda_stubs import stand_ins
 from tiers import FIRST_TIER
 
+from ms_gradaccum.tools.processes import EndedError, Job
+
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
-PARTS = Path(__file__).with_name("many_parts.py")
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +19,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-def run_parts(request, processes, root, extra):
+def run_parts(request, processes, root):
     """Run the workers of all files that are collected, in one job: PART names a file's worker, SIZES its jobs.
 
     Those that compile for GPU, as `FOR_GPU` says, come last.
@@ -24,14 +27,17 @@ def run_parts(request, processes, root, extra):
     modules = {getattr(item, "module", None) for item in request.session.items}
     modules = [module for module in modules if processes in getattr(module, "SIZES", ())]
     for_gpu = [module for module in modules if getattr(module, "FOR_GPU", False)]
-    folder = root / f"of{processes}"
-    folder.mkdir()
-    extra |= {"STATES": str(root / "states")}
-    if for_gpu:
-        extra |= request.getfixturevalue("stand_ins_for_cuda")
+    extra = request.getfixturevalue("stand_ins_for_cuda") if for_gpu else {}
     # As the files are called, so that it is always the same order.
     parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
-    return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)
+    folder = root / f"of{processes}"
+    with mock.patch.dict(os.environ, extra), Job(processes, many_parts.run, parts, folder, root / "states") as job:
+        try:
+            return job.wait(900)
+        except (EndedError, TimeoutError) as error:
+            raise RuntimeError(f"{error!r}: {job.last_words()}") from error
+        finally:
+            shutil.copytree(job.folder / "log", folder / "log")
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +48,13 @@ def stand_ins_for_cuda(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def job_of_two(root, request):
-    return run_parts(request, 2, root, {})
+    return run_parts(request, 2, root)
 
 
 @pytest.fixture(scope="session")
 def job_of_four(job_of_two, root, request):
     assert request.config.option.markexpr != FIRST_TIER, "the test is not marked as one of the second tier"
-    return run_parts(request, 4, root, {})
+    return run_parts(request, 4, root)
 
 
 @pytest.fixture(scope="module")
@@ -64,5 +70,4 @@ def four(job_of_four, request):
 
 @pytest.fixture(scope="module")
 def states(root, request):
-    """The folder of the states of this file's worker."""
     return root / "states" / request.module.PART

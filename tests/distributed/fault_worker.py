@@ -36,8 +36,6 @@ optimizer = nn.Momentum(network.trainable_params(), nn.cosine_decay_lr(0.0, 0.05
 
 
 class Diary(train.Callback):
-    """Writes a line for each step: its number, its rows, its loss."""
-
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         rows = hashlib.sha256(params.train_dataset_element[0].asnumpy().tobytes()).hexdigest()[:16]

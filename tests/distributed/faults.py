@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -34,7 +34,6 @@ FAULTS = {
 
 @contextmanager
 def running(folder, processes, **variables):
-    """The job, started in ``folder``."""
     settings = {"limit": 900, "arguments": (str(PROGRAM), str(folder)), "OMP_NUM_THREADS": "1"}
     with (folder / "job.log").open("a") as log:
         with running_sample(folder, output=log, WORKER_NUM=str(processes), **settings, **variables) as job:
@@ -49,19 +48,15 @@ def victim(fault, job, folder):
     if fault == "worker":
         workers = [process for process in found if "MS_ROLE=MS_WORKER" in found[process]]
         return random.choice(workers) if workers else None
-    launchers = [process for process in found if not any(entry.startswith("MS_ROLE=") for entry in found[process])]
-    return next((process for process in launchers if "msrun" in _command(process)), None)
-
-
-def _command(process):
-    try:
-        return (Path("/proc") / str(process) / "cmdline").read_text()
-    except OSError:  # it has ended
-        return ""
+    with suppress(OSError):  # it has ended
+        for process in found:
+            is_worker = any(entry.startswith("MS_ROLE=") for entry in found[process])
+            if not is_worker and "msrun" in Path(f"/proc/{process}/cmdline").read_text():
+                return process
+    return None
 
 
 def newest(folder):
-    """Number of the last state."""
     states = (folder / "states").glob("state-*")
     return max((int(state.name.partition("-")[2]) for state in states), default=0)
 
@@ -97,7 +92,6 @@ def strike(fault, folder, processes, generator, limit=60, **variables):
 
 
 def finish(folder, processes, **variables):
-    """Start the job and let it come to its end."""
     with running(folder, processes, **variables) as job:
         status = job.wait(timeout=600)
     assert status == 0, (folder / "job.log").read_text()[-3000:]

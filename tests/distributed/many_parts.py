@@ -1,18 +1,15 @@
 """Run parts one after the other in one job: to start a job of its own takes longer than most of them.
 
-many_parts.py PART...          under msrun; each part is a file of tests `on_ranks`, or a worker with a `main`
+Each part is a file of tests `on_ranks`, or a worker with a `main`.
 """
 
 import importlib
 import os
-import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
-import ranks
-from launch import report
+import quick_mindspore
 from mindspore import communication
 from open_window import silent_advisor
 
@@ -21,8 +18,7 @@ from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.training import window
 
 # Parts that compare numbers and read no warning: advice would take much of their time.
-SILENT = {"test_ema_of_ranks", "test_grad_cache_of_ranks", "test_parallel_precision", "test_report"}
-SILENT |= {"test_states_of_ranks"}
+SILENT = {"test_grad_cache_of_ranks", "test_parallel_precision", "test_report", "test_states_of_ranks"}
 
 before_batch = LossMeasurement.before_batch
 
@@ -33,23 +29,24 @@ def once(measurement):
     return before_batch(measurement) if measurement.schedule.batches < 1 else ""
 
 
-folder, states = Path(os.environ["REPORT_FOLDER"]), Path(os.environ["STATES"])
-parts, mode = {}, ms.get_context("mode")
-for part in sys.argv[1:]:
-    # Each begins as a process of its own would, but for the ranks, which have met.
-    ms.set_context(mode=mode)
-    os.environ.pop("MS_JIT", None)
-    # Only one part measures losses again, at the 2nd, 4th ... batch; the others are about something else.
-    LossMeasurement.before_batch = before_batch if part == "test_loops_of_ranks" else once
-    window.Advisor = silent_advisor if part in SILENT else Advisor
-    os.environ |= {"REPORT_FOLDER": str(folder / part), "STATES": str(states / part)}
-    (folder / part).mkdir(exist_ok=True)
-    begin = time.process_time()
-    with mock.patch.object(communication, "init"):
-        main = getattr(importlib.import_module(part), "main", None)
-        parts[part] = main() if main else ranks.run(part)
-    print(f"{part}: {time.process_time() - begin:.0f} s of a core", flush=True)
-os.environ["REPORT_FOLDER"] = str(folder)
-report(ranks.RANK, parts)
-# The launcher ends this process, which one that has compiled for GPU would not do without an error.
-time.sleep(600)
+def run(names, folder, states):
+    """In a process of the job, run these parts and yield the outcome of each by its name."""
+    quick_mindspore.install()
+    import ranks  # It meets the others.
+
+    parts, mode = {}, ms.get_context("mode")
+    for part in names:
+        # Each begins as a process of its own would, but for the ranks, which have met.
+        ms.set_context(mode=mode)
+        os.environ.pop("MS_JIT", None)
+        # Only one part measures losses again, at the 2nd, 4th ... batch; the others are about something else.
+        LossMeasurement.before_batch = before_batch if part == "test_loops_of_ranks" else once
+        window.Advisor = silent_advisor if part in SILENT else Advisor
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        os.environ |= {"REPORT_FOLDER": str(folder / part), "STATES": str(states / part)}
+        begin = time.process_time()
+        with mock.patch.object(communication, "init"):
+            main = getattr(importlib.import_module(part), "main", None)
+            parts[part] = main() if main else ranks.run(part)
+        print(f"{part}: {time.process_time() - begin:.0f} s of a core", flush=True)
+    yield parts

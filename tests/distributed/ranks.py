@@ -16,8 +16,7 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
-from launch import meet
-from mindspore import Tensor
+from mindspore import Tensor, communication
 from quick_mindspore import eagerly
 from scenarios import BOUNDS, batch, share
 
@@ -28,7 +27,8 @@ RANK, SIZE = 0, 1
 if "MS_ROLE" in os.environ:
     # Where MindSpore can compile for GPU, it would look for one.
     ms.set_context(device_target="CPU")
-    RANK, SIZE = meet()
+    communication.init()
+    RANK, SIZE = communication.get_rank(), communication.get_group_size()
 NAMES = {2: "two", 4: "four"}
 # By module and test: what to call, on how many processes, and whether something is compiled.
 _tests = defaultdict(dict)
@@ -84,7 +84,6 @@ def run(module):
 
 
 def folder():
-    """The folder of this part of this job."""
     return Path(os.environ["REPORT_FOLDER"])
 
 
@@ -96,17 +95,14 @@ def states():
 
 
 def own_share(number, bounds=BOUNDS):
-    """This rank's rows of a batch."""
     return [Tensor(array) for array in share(batch(number), RANK, SIZE, bounds)]
 
 
 def everyone(value):
-    """The values of all ranks."""
     return gather_values("compares", value)
 
 
 def assert_same(value):
-    """Assert that all ranks have the same value."""
     assert everyone(value) == [value] * SIZE
 
 

@@ -67,7 +67,6 @@ class Scheduler:
             self.cut()
 
     def reduced(self, parameter, grad):
-        """The hook of a parameter."""
         size = parameter.hsdp_effective_shard_size
         shards_first = self.requires_acc_grad and self.level > 1 and size == self.size
         if not self.requires_acc_grad or shards_first:
@@ -94,7 +93,6 @@ class Scheduler:
 
 
 def reduce_itself(cell, level=1, shard_size=1, accumulates=False, scale=1.0):
-    """Let a cell reduce its gradients, and return it."""
     cell.hsdp_scheduler = Scheduler(cell, level, shard_size, accumulates, scale)
     return cell
 
@@ -118,5 +116,4 @@ def build_layers():
 
 
 def gradients(network, loss_fn, x, y):
-    """The caller's own gradients of a loss."""
     return ms.value_and_grad(lambda: loss_fn(network(x), y), None, network.trainable_params())()

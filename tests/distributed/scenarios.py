@@ -5,8 +5,8 @@ import hashlib
 
 import mindspore as ms
 import numpy as np
+import optimizers_tried
 from mindspore import Tensor, nn
-from mindspore.experimental import optim as experimental
 from quick_mindspore import eagerly
 
 from ms_gradaccum import HSDP, ClipByGlobalNorm, ClipByValue, DataParallel, GradAccumulation, TrainOneStepCell
@@ -14,29 +14,23 @@ from ms_gradaccum import HSDP, ClipByGlobalNorm, ClipByValue, DataParallel, Grad
 # Two windows show what the first leaves for the next; further ones show no more.
 ROWS, STEPS = 12, 2
 
+# Of the optimizers that one process tries, those whose updates are element by element, and some with settings of here.
+SHARDED = ("LazyAdam", "AdaMax", "Adagrad", "Adadelta", "FTRL", "ProximalAdagrad", "ASGD", "Rprop")
+SHARDED += ("AdamOffload", "experimental SGD", "experimental Adam", "experimental AdamW", "experimental RMSprop")
+SHARDED += ("experimental Adagrad", "experimental NAdam")
 OPTIMIZERS = {
+    name: (lambda weights, kind=kind, settings=settings: kind(weights, **settings))
+    for name, (kind, settings) in optimizers_tried.OPTIMIZERS.items()
+    if name in SHARDED
+}
+OPTIMIZERS |= {
     "SGD": lambda weights: nn.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01),
     "Momentum": lambda weights: nn.Momentum(weights, 0.1, 0.9),
     "Adam": lambda weights: nn.Adam(weights, 0.01),
     "AdamWeightDecay": lambda weights: nn.AdamWeightDecay(weights, [0.03, 0.02, 0.01, 0.005], weight_decay=0.1),
-    "LazyAdam": lambda weights: nn.LazyAdam(weights, 0.01),
-    "AdaMax": lambda weights: nn.AdaMax(weights, 0.01),
-    "Adagrad": lambda weights: nn.Adagrad(weights, learning_rate=0.1),
-    "Adadelta": lambda weights: nn.Adadelta(weights, 1.0),
     "RMSProp": lambda weights: nn.RMSProp(weights, 0.01),
-    "FTRL": lambda weights: nn.FTRL(weights, learning_rate=0.1),
-    "ProximalAdagrad": lambda weights: nn.ProximalAdagrad(weights, learning_rate=0.1),
-    "ASGD": lambda weights: nn.ASGD(weights, 0.1),
-    "Rprop": lambda weights: nn.Rprop(weights, 0.1),
-    "AdamOffload": lambda weights: nn.AdamOffload(weights, 0.01),
     "groups": lambda weights: nn.Adam([{"params": weights[:2], "lr": 0.05}, {"params": weights[2:]}], 0.01),
     "schedule": lambda weights: nn.Momentum(weights, nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9),
-    "experimental SGD": lambda weights: experimental.SGD(weights, 0.1, momentum=0.9),
-    "experimental Adam": lambda weights: experimental.Adam(weights, 0.01),
-    "experimental AdamW": lambda weights: experimental.AdamW(weights, 0.01),
-    "experimental RMSprop": lambda weights: experimental.RMSprop(weights, 0.01),
-    "experimental Adagrad": lambda weights: experimental.Adagrad(weights, 0.1),
-    "experimental NAdam": lambda weights: experimental.NAdam(weights, 0.01),
 }
 KINDS = {
     "data parallel": DataParallel(),
@@ -74,7 +68,6 @@ ONE_SHAPE = {2: [0, 9, 12], 4: [0, 6, 9, 10, 12]}
 
 
 def share(arrays, rank, size, bounds=BOUNDS):
-    """The rows of one process."""
     return [array[bounds[size][rank] : bounds[size][rank + 1]] for array in arrays] if size > 1 else list(arrays)
 
 
@@ -104,7 +97,6 @@ SPIKE, NO_SPIKE = (1, 1, 1, 30, 1), (1, 1)
 
 
 def train_factors(factors, rank=0, size=1, **settings):
-    """Train multiples of one batch."""
     network, step = build_step("Momentum", **settings)
     updated = []
     for factor in factors:
@@ -115,8 +107,6 @@ def train_factors(factors, rank=0, size=1, **settings):
 
 
 class Halved(nn.Cell):
-    """A clip of a program's own."""
-
     def construct(self, grads, norm):
         return tuple(grad * 0.5 for grad in grads)
 
@@ -158,7 +148,6 @@ def norm_of(grads):
 
 
 def scaled_by(factor_of):
-    """A clip by one factor that depends on the norm."""
     return lambda grads, norm: {name: grad * factor_of(norm) for name, grad in grads.items()}
 
 
@@ -171,7 +160,6 @@ BY_HAND = {"norm": scaled_by(lambda norm: min(1.0, 0.5 / norm)), "value": entrie
 
 
 def joined(*batches):
-    """The rows of several batches as one batch."""
     return [np.concatenate(arrays) for arrays in zip(*batches)]
 
 

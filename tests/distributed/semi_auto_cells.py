@@ -1,7 +1,7 @@
 """The steps that the processes of the semi-auto-parallel tests build: ours, MindSpore's, and one on the whole batch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,17 @@ class Variant:
 
 
 class Network(nn.Cell):
-    """Four parameters."""
+    """Four parameters, which ``constant`` lets MindSpore make without their values."""
 
-    def __init__(self, dp: int = 0, mp: int = 1) -> None:
+    def __init__(self, dp: int = 0, mp: int = 1, constant: bool = False) -> None:
         super().__init__()
         rng = np.random.RandomState(0)
-        self.first = nn.Dense(8, 16, weight_init=_random(rng, 16, 8), bias_init=_random(rng, 16))
-        self.second = nn.Dense(16, 4, weight_init=_random(rng, 4, 16), bias_init=_random(rng, 4))
+
+        def values(*shape: int) -> Any:
+            return Constant(0.05) if constant else Tensor(rng.randn(*shape).astype(np.float32) * 0.3)
+
+        self.first = nn.Dense(8, 16, weight_init=values(16, 8), bias_init=values(16))
+        self.second = nn.Dense(16, 4, weight_init=values(4, 16), bias_init=values(4))
         self.relu = ops.ReLU()
         if dp:
             self.relu.shard(((dp, mp),))
@@ -71,20 +75,8 @@ class LazyNetwork(Network):
     """The same, compiled once for all micro batches."""
 
     @lazy_inline
-    def __init__(self, dp: int = 0, mp: int = 1) -> None:
-        super().__init__(dp, mp)
-
-
-class ConstantNetwork(nn.Cell):
-    """Four parameters that can be made without their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Dense(8, 16, weight_init=Constant(0.05), bias_init="zeros")
-        self.second = nn.Dense(16, 4, weight_init=Constant(0.05), bias_init="zeros")
-
-    def construct(self, x):
-        return self.second(self.first(x))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
 
 
 class PositiveTokens(nn.Cell):
@@ -99,60 +91,10 @@ class PositiveTokens(nn.Cell):
         return (ops.square(self.network(x) - y) * valid).sum(), valid.sum()
 
 
-class WholeBatch(nn.Cell):
-    """One update from the whole batch in one process, of MindSpore's own parts.
-
-    ``loss`` returns a mean or, if it is ``weighted``, a sum and its weight.
-    """
-
-    def __init__(
-        self,
-        loss: nn.Cell,
-        optimizer: nn.Cell,
-        weighted: bool,
-        max_norm: float | None = None,
-        limit: float | None = None,
-    ) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = loss
-        self.weighted, self.max_norm, self.limit = weighted, max_norm, limit
-        self.optimizer = optimizer
-        self.value_and_grad = ops.value_and_grad(self.mean_loss, None, optimizer.parameters, has_aux=True)
-
-    def mean_loss(self, x, y):
-        if self.weighted:
-            total, weight = self.loss(x, y)
-            return total / weight, weight
-        return self.loss(x, y), Tensor(1.0, ms.float32) * x.shape[0]
-
-    def construct(self, x, y):
-        """Return the loss, the norms before and after clipping, and the weight."""
-        (loss, weight), grads = self.value_and_grad(x, y)
-        norm = self.norm(grads)
-        if self.max_norm is not None:
-            grads = ops.clip_by_global_norm(grads, self.max_norm)
-        if self.limit is not None:
-            grads = ops.clip_by_value(grads, -self.limit, self.limit)
-        clipped_norm = self.norm(grads)
-        return ops.depend((loss, norm, clipped_norm, weight), self.optimizer(grads))
-
-    def norm(self, grads):
-        total = 0.0
-        for grad in grads:
-            total += ops.square(grad).sum()
-        return ops.sqrt(total)
-
-
-def _random(rng: Any, *shape: int) -> Tensor:
-    return Tensor(rng.randn(*shape).astype(np.float32) * 0.3)
-
-
 def network_of(variant: Variant) -> nn.Cell:
     """Return a network that starts with the same values every time."""
-    if variant.no_init:
-        with no_init_parameters():
-            return ConstantNetwork()
-    network = (LazyNetwork if variant.lazy else Network)(variant.dp, variant.mp)
+    with no_init_parameters() if variant.no_init else nullcontext():
+        network = (LazyNetwork if variant.lazy else Network)(variant.dp, variant.mp, variant.no_init)
     if variant.recompute:
         network.first.recompute()
     if variant.half:
@@ -161,17 +103,13 @@ def network_of(variant: Variant) -> nn.Cell:
 
 
 def optimizer_of(variant: Variant, network: nn.Cell) -> nn.Cell:
-    """Return an optimizer with state."""
-    if variant.no_init:
-        with no_init_parameters():
-            return nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    if variant.optimizer == "adam":
-        return nn.Adam(network.trainable_params(), 0.01)
-    return nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    with no_init_parameters() if variant.no_init else nullcontext():
+        if variant.optimizer == "adam":
+            return nn.Adam(network.trainable_params(), 0.01)
+        return nn.Momentum(network.trainable_params(), 0.1, 0.9)
 
 
 def settings_of(variant: Variant, network: nn.Cell) -> AutoParallel:
-    """Return ``network`` in the AutoParallel of this variant."""
     parallel = AutoParallel(network)
     parallel.dataset_strategy(((variant.dp, 1),) * 2 if variant.dp else variant.strategy)
     if variant.level is not None:
@@ -185,20 +123,20 @@ def loss_of(variant: Any, network: nn.Cell) -> nn.Cell:
 
 
 def loss_cell_of(variant: Variant, network: nn.Cell) -> GradAccumulation:
-    """Return our loss cell."""
     return GradAccumulation(loss_of(variant, network), variant.micro_size, weighted=variant.weighted)
 
 
 def our_step(variant: Variant) -> TrainOneStepCell:
-    """Return our step around AutoParallel."""
     network = network_of(variant)
-    clip = ClipByGlobalNorm(variant.max_norm) if variant.max_norm is not None else None
-    clip = ClipByValue(variant.limit) if variant.limit is not None else clip
-    cell = settings_of(variant, loss_cell_of(variant, network))
-    precision = None
+    settings: dict[str, Any] = {}
+    if variant.max_norm is not None:
+        settings["clip"] = ClipByGlobalNorm(variant.max_norm)
+    if variant.limit is not None:
+        settings["clip"] = ClipByValue(variant.limit)
     if variant.loss_scale is not None:
-        precision = MixedPrecision(level="O0", init_scale=variant.loss_scale, growth_interval=2)
-    return TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip, mixed_precision=precision)
+        settings["mixed_precision"] = MixedPrecision(level="O0", init_scale=variant.loss_scale, growth_interval=2)
+    cell = settings_of(variant, loss_cell_of(variant, network))
+    return TrainOneStepCell(cell, optimizer_of(variant, network), **settings)
 
 
 @contextmanager

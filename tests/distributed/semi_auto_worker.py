@@ -2,16 +2,35 @@
 
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, amp, nn, ops
+from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
 from quick_mindspore import eagerly
-from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, loss_of, network_of, optimizer_of, our_step, stock_step
-from semi_auto_contracts import count_operators, refusals, ways
+from scenarios import norm_of
+from semi_auto_cells import (
+    BATCHES,
+    ROWS,
+    Network,
+    Variant,
+    loss_cell_of,
+    loss_of,
+    network_of,
+    optimizer_of,
+    our_step,
+    settings_of,
+    stock_step,
+)
 from simulation.cpu_program import CpuProgram, own_part, own_parts, whole_values
-from simulation.partition import collectives_of, connect, gpu_target, partition
+from simulation.partition import collectives_of, connect, gpu_target, operator_names, partition
+from step_probe import Around
+
+from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {
@@ -70,31 +89,27 @@ def own_batch(variant: Variant, number: int, layouts: Any, rank: int, size: int)
 
 def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
     """Train on the whole batches in one process; return loss and norms of each update and the parameters."""
-    network = network_of(replace(variant, lazy=False))
+    network = network_of(replace(variant, lazy=False, dp=0))
     network.init_parameters_data()
-    optimizer, loss = optimizer_of(variant, network), loss_of(variant, network)
-    step = WholeBatch(loss, optimizer, variant.weighted, variant.max_norm, variant.limit)
-    step.set_train()
+    optimizer, loss_cell, printed = optimizer_of(variant, network), loss_of(variant, network), []
+
+    def mean_loss(x: Tensor, y: Tensor) -> Any:
+        loss = loss_cell(x, y)
+        return loss[0] / loss[1] if variant.weighted else loss
+
+    gradients_of = ops.value_and_grad(mean_loss, None, optimizer.parameters)
     with eagerly():
-        printed = [[float(item.asnumpy()) for item in step(Tensor(x), Tensor(y))] for x, y in BATCHES]
+        for batch in BATCHES:
+            loss, grads = gradients_of(*map(Tensor, batch))
+            arrays = [grad.asnumpy() for grad in grads]
+            norm = norm_of(arrays)
+            if variant.max_norm is not None:
+                arrays = [array * np.float32(min(1.0, variant.max_norm / norm)) for array in arrays]
+            if variant.limit is not None:
+                arrays = [array.clip(-variant.limit, variant.limit) for array in arrays]
+            optimizer(tuple(map(Tensor, arrays)))
+            printed.append([float(loss.asnumpy()), norm, norm_of(arrays)])
     return printed, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
-
-
-def compile_step(step: Any, variant: Variant, rank: int, size: int) -> tuple[Any, dict[str, Any]]:
-    """Return this rank's program, and the values of the parameters at the start."""
-    # The compiler cuts them; without values, there is nothing to cut.
-    start = {} if variant.no_init else whole_values(step)
-    with gpu_target():
-        model = partition(step, *local_batch(variant, 0, rank, size))
-    return model, start or whole_values(step)
-
-
-def run_partitioned(model: Any, start: Any, step: Any, variant: Variant, rank: int, size: int) -> Any:
-    """Run a partitioned step; return what it printed and this rank's part of each parameter."""
-    layouts = step.parameter_layout_dict
-    program = CpuProgram(model, start, layouts, rank)
-    outputs = [program(*own_batch(variant, number, layouts, rank, size)) for number in range(len(BATCHES))]
-    return outputs, program.values()
 
 
 def largest_difference(ours: dict[str, Any], whole: dict[str, Any], step: Any, rank: int) -> float:
@@ -104,13 +119,18 @@ def largest_difference(ours: dict[str, Any], whole: dict[str, Any], step: Any, r
 
 
 def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
-    """Compare our step with one process on the whole batch."""
     printed, whole = run_whole(variant)
     with gpu_target():
         step = our_step(variant)
-    model, start = compile_step(step, variant, rank, size)
-    outputs, ours = run_partitioned(model, start, step, variant, rank, size)
-    weights = {name: start[name] for name in whole}
+    # The compiler cuts the parameters; without values, there is nothing to cut.
+    start = {} if variant.no_init else whole_values(step)
+    with gpu_target():
+        model = partition(step, *local_batch(variant, 0, rank, size))
+    start = start or whole_values(step)
+    layouts = step.parameter_layout_dict
+    program = CpuProgram(model, start, layouts, rank)
+    outputs = [program(*own_batch(variant, number, layouts, rank, size)) for number in range(len(BATCHES))]
+    ours, weights = program.values(), {name: start[name] for name in whole}
     return {
         "whole": printed,
         "items": [[float(item.asnumpy()) for item in output] for output in outputs],
@@ -123,23 +143,134 @@ def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def counts_of_program(model: Any) -> dict[str, int]:
-    """Count the operators of a program, and its messages by their purpose too."""
-    return count_operators(model) | purposes_of(model)
-
-
 def purposes_of(model: Any) -> dict[str, int]:
-    """Count the messages of a program by operator and purpose."""
     return Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model))
 
 
 def counts_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
-    """Compare the communication of our step with that of the stock one."""
     batch = local_batch(variant, 0, rank, size)
     with gpu_target():
-        ours = counts_of_program(partition(our_step(variant), *batch))
+        models = {"ours": partition(our_step(variant), *batch)}
         with stock_step(variant) as step:
-            return {"ours": ours, "stock": counts_of_program(partition(step, *batch))}
+            models["stock"] = partition(step, *batch)
+    return {name: count_operators(model) | purposes_of(model) for name, model in models.items()}
+
+
+# What is refused, and the ways in which a user can put the cells together.
+
+_PLAIN = Variant(2)
+_MANAGER = amp.DynamicLossScaleManager()
+
+
+class _Given(NamedTuple):
+    """A batch, and a step inside an AutoParallel, built while there is no GPU: data parallel communicates then."""
+
+    batch: tuple[Tensor, Tensor]
+    inside: TrainOneStepCell
+    around: AutoParallel
+
+
+# Settings that cannot work, and the words that say so.
+REFUSED: dict[str, tuple[Callable[[_Given], Any], str]] = {
+    "pipeline": (
+        lambda given: _step(lambda cell: cell.pipeline(2)),
+        "in one pipeline stage, but got 2 pipeline stages",
+    ),
+    "gradients_mean": (lambda given: _step(lambda cell: cell.enable_gradients_mean()), "without gradients_mean"),
+    "loss_repeated_mean": (
+        lambda given: _step(lambda cell: cell.disable_loss_repeated_mean()),
+        "with loss_repeated_mean",
+    ),
+    "accumulation_steps": (lambda given: _step(accumulation_steps=2), "1 in semi-auto-parallel, but got 2"),
+    "parallel": (lambda given: _step(parallel=DataParallel()), "'auto' in semi-auto-parallel, but got DataParallel("),
+    "clip": (lambda given: _step(clip=ClipByGroupNorm({"*": 1.0})), "one limit for all parameters"),
+    "reduce_dtype": (
+        lambda given: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16")),
+        "one with float32 messages in semi-auto-parallel, but got reduce_dtype=Float16",
+    ),
+    "bad_micro_batch": (lambda given: _step(bad_micro_batch="drop"), "'skip_window' in semi-auto-parallel"),
+    "rule in Python": (
+        lambda given: partition(_step(mixed_precision=_MANAGER), *given.batch),
+        "must be compilable, but got a DynamicLossScaleManager",
+    ),
+    "part": (lambda given: _step(part=True), "but got 2 parameters without it, first 'first.weight'"),
+    "rows": (
+        lambda given: partition(_step(variant=Variant(7)), *given.batch),
+        "must divide the 64 rows of the batch of all devices",
+    ),
+    "cast first": (
+        lambda given: partition(_step(mixed_precision="fp16_apex"), *given.batch),
+        "in semi-auto-parallel, but got a cast to 16 bits",
+    ),
+    "late": (lambda given: partition(_changed(_step()), *given.batch), "without gradients_mean"),
+    "larger graph": (lambda given: partition(Around(_step()), *given.batch), "compiled as the outermost cell"),
+    "around": (
+        lambda given: _in_context(given.around, lambda: partition(given.inside, *given.batch)),
+        "AutoParallel around it all",
+    ),
+    "Model around": (lambda given: Model(given.around), "AutoParallel around a TrainOneStepCell"),
+}
+
+
+def refusals(batch: tuple[Tensor, Tensor], rank: int, size: int) -> dict[str, str]:
+    inside = TrainOneStepCell(loss_cell_of(_PLAIN, network := Network()), optimizer_of(_PLAIN, network))
+    given = _Given(batch, inside, AutoParallel(inside))
+    with gpu_target():
+        return {name: said(partial(REFUSED[name][0], given)) for name in list(REFUSED)[rank::size]}
+
+
+def _step(
+    change: Callable[[Any], Any] | None = None, variant: Variant = _PLAIN, part: bool = False, **settings: Any
+) -> TrainOneStepCell:
+    network = Network()
+    cell = settings_of(variant, loss_cell_of(variant, network))
+    if change is not None:
+        change(cell)
+    optimizer = nn.Momentum(network.second.trainable_params(), 0.1, 0.9) if part else optimizer_of(variant, network)
+    return TrainOneStepCell(cell, optimizer, **settings)
+
+
+def _changed(step: TrainOneStepCell) -> TrainOneStepCell:
+    step.body.kind.auto_parallel.enable_gradients_mean()
+    return step
+
+
+def _in_context(cell: AutoParallel, function: Callable[[], Any]) -> Any:
+    _init_auto_parallel_context(cell)
+    try:
+        return function()
+    finally:
+        _clear_auto_parallel_context(cell)
+
+
+def said(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return next(line for line in str(error).splitlines() if line.strip())
+    return "nothing"
+
+
+def count_operators(model: Any) -> dict[str, int]:
+    names = operator_names(model)
+    nodes = (node for graph in [model.graph, *model.functions] for node in graph.node)
+    return Counter(names[node.op_type] for node in nodes if node.op_type in names)
+
+
+def ways(batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Return what the compiler makes of our step inside Model and without AutoParallel, and whether eval compiles."""
+    variant = Variant(2, "level1")
+    with gpu_target():
+        settings = settings_of(variant, loss_cell_of(variant, network := Network()))
+        model = Model(settings, optimizer=optimizer_of(_PLAIN, network))
+        in_model = _in_context(model._network, lambda: partition(model._train_network, *batch))
+        settings = settings_of(variant, loss_cell_of(variant, network := Network()))
+        # Without an AutoParallel, whose settings are in MindSpore's context already.
+        optimizer = optimizer_of(_PLAIN, network)
+        alone = _in_context(settings, lambda: partition(TrainOneStepCell(settings.network, optimizer), *batch))
+        network.set_train(False)
+        evaluated = said(lambda: _in_context(settings, lambda: partition(network, batch[0])))
+    return {"in_model": count_operators(in_model), "alone": count_operators(alone), "evaluated": evaluated}
 
 
 def attempt(function: Any, *args: Any) -> Any:

@@ -23,10 +23,12 @@ from ms_gradaccum import HSDP, ContrastiveLoss, DataParallel, GradAccumulation, 
 from ms_gradaccum.parallel.world import gather_rows
 
 PART, SIZES = "test_grad_cache_of_ranks", (2, 4)
-KINDS = {
-    "each batch": DataParallel(sync_each_batch=True),
-    "level1": HSDP(shard_size=2, threshold=0),
-    "level2": HSDP(threshold=0, optimizer_level="level2"),
+WAYS = {
+    **{name: (name,) for name in LOSSES},
+    "each batch": ("clip", DataParallel(sync_each_batch=True)),
+    "level1": ("clip", HSDP(shard_size=2, threshold=0)),
+    "level2": ("clip", HSDP(threshold=0, optimizer_level="level2")),
+    "blocks": ("clip", None, GradCacheLoss, lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5)),
 }
 
 
@@ -66,9 +68,9 @@ def check(name, *args, **settings):
     np.testing.assert_allclose(numbers, list(zip(losses, (18, 19, 18))), rtol=1e-6)
 
 
-@on_ranks(2, 4, cases=LOSSES.keys())
-def test_ranks_train_like_one_process_on_all_rows(name):
-    check(name)
+@on_ranks(2, 4, cases=WAYS)
+def test_ranks_train_like_one_process_on_all_rows(*way):
+    check(*way)
 
 
 @on_ranks(2, cases=LOSSES.keys())
@@ -76,16 +78,6 @@ def test_without_the_rows_of_the_others_they_would_train_something_else(name):
     start, expected, _ = whole(name)
     plain, _ = train_ranks(name, cell_kind=OrdinaryLoss, check_loss=False)
     assert np.linalg.norm(plain - expected) > 0.1 * np.linalg.norm(expected - start)
-
-
-@on_ranks(2, 4, cases=KINDS)
-def test_all_kinds_of_parallelism_do(kind):
-    check("clip", kind)
-
-
-@on_ranks(2, 4)
-def test_in_blocks_they_do():
-    check("clip", loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
 
 
 @on_ranks(2, compiled=True)

@@ -1,10 +1,12 @@
 """Hand-written loops on two processes against one process on all rows."""
 
 import functools
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
 import pytest
+import scenarios
 from described_messages import sizes_sent
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
@@ -15,94 +17,14 @@ from ranks import RANK, SIZE, on_ranks, own_share, states
 from refusal import refuses
 from scenarios import batch, build_network, joined, stock_clipped, uneven_data, weights_of, whole_batches
 
-from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss
+from ms_gradaccum import HSDP, AccumulationConfig, Accumulator
 
 PART, SIZES = "test_loops_of_ranks", (2,)
-KINDS = {
-    "data parallel": DataParallel(check_weights=True),
-    "data parallel, each batch": DataParallel(sync_each_batch=True, check_weights=True),
-    "level1": HSDP(threshold=0, check_weights=True),
-    "level2": HSDP(-1, 0, "level2", check_weights=True),
-}
-START = np.array([[-0.00748682], [0.53644359]], np.float32)
-TARGET = [0.2117, 0.3172]
-PADDING = -100
+KINDS = {name: replace(kind, check_weights=True) for name, kind in scenarios.KINDS.items()}
 
 
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
-
-
-def sentences(numbers):
-    """Sentence i has the words 1 to i + 1; a word's label is whether it is odd."""
-    length = max(*numbers, 0) + 1  # -1 is a sentence without words.
-    words = np.full((len(numbers), length, 1), PADDING, np.float32)
-    labels = np.full((len(numbers), length), PADDING, np.int32)
-    for row, number in enumerate(numbers):
-        words[row, : number + 1, 0] = np.arange(1, number + 2)
-        labels[row, : number + 1] = np.arange(1, number + 2) % 2
-    return words, labels
-
-
-def train_sentences(parts, block_tokens=None, parallel="auto"):
-    """One window of micro batches; return the weights and what the step reported.
-
-    With `block_tokens` the model is the head of a network without a body.
-    """
-    backbone = nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
-    loss_cell = TokenMeanLoss(backbone)
-    if block_tokens is not None:
-        loss_cell = TokenMeanLoss(nn.Identity(), head=backbone, block_tokens=block_tokens)
-    accumulator = Accumulator(loss_cell, nn.SGD(backbone.trainable_params(), 0.08), len(parts), parallel=parallel)
-    for part in parts:
-        with accumulator.accumulate():
-            accumulator.backward(*[Tensor(array) for array in sentences(part)])
-            output = accumulator.step()
-    return backbone.weight.asnumpy().ravel().tolist(), output
-
-
-# Micro batches dealt one by one, and sentences dealt one by one.
-PARTS = [list(range(i, i + 4)) for i in range(0, 16, 4)]
-BY_BATCH, BY_SENTENCE = PARTS[RANK::2], [[4 * i + j for j in range(RANK, 8, 2)] for i in (0, 2)]
-
-
-def by_hand(numbers):
-    """The mean loss of the tokens of these sentences, and the weights after an update, in float64."""
-    words, labels = sentences(numbers)
-    x, labels = words[labels >= 0].astype(np.float64), labels[labels >= 0]
-    exponents = np.exp(x @ START.T)
-    shares = exponents / exponents.sum(1, keepdims=True)
-    one_hot = np.eye(2)[labels]
-    weights = START - 0.08 * (shares - one_hot).T @ x / len(x)
-    return -np.log((shares * one_hot).sum(1)).mean(), weights.ravel()
-
-
-@on_ranks(2, cases=[*((name, block) for name in KINDS for block in (None, 5)), ("data parallel", "by sentence")])
-def test_a_token_counts_the_same_on_whichever_rank_it_is(name, way):
-    """With a head in blocks of five tokens too, and however sentences are dealt."""
-    counted = [int((sentences(sum(mine, []))[1] >= 0).sum()) for mine in (BY_BATCH, BY_SENTENCE)]
-    assert counted == [[52, 64], [84, 72]][RANK]
-    block = way if way == 5 else None
-    weights, output = train_sentences(BY_SENTENCE if way == "by sentence" else BY_BATCH, block, KINDS[name])
-    loss, expected = by_hand(range(16))
-    np.testing.assert_allclose(expected, TARGET, atol=5e-5)
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
-    np.testing.assert_allclose(output.loss.asnumpy(), loss, rtol=1e-5)
-    assert output.updated and output.weight == 136
-    # The known wrong answers: one division per rank, and one per micro batch.
-    for groups, wrong in (([sum(PARTS[::2], []), sum(PARTS[1::2], [])], [0.2042, 0.3247]), (PARTS, [0.1622, 0.3668])):
-        np.testing.assert_allclose(np.mean([by_hand(group)[1] for group in groups], 0), wrong, atol=5e-5)
-
-
-@on_ranks(2)
-def test_a_rank_without_tokens_follows_the_others():
-    weights, output = train_sentences([[0, 1, 2], [3]] if RANK == 0 else [[-1], [-1]])
-    np.testing.assert_allclose(weights, by_hand(range(4))[1], rtol=1e-5)
-    assert output.updated and output.weight == 10
-    # And a window without tokens on any rank changes nothing.
-    weights, output = train_sentences([[-1], [-1]])
-    assert weights == START.ravel().tolist()
-    assert (output.loss, output.updated, output.weight) == (0, False, 0)
 
 
 def batches_of(arrays, rows=2):
@@ -191,7 +113,6 @@ def test_all_ranks_skip_what_one_cannot_use():
 
 @on_ranks(2, compiled=True)
 def test_two_networks_share_their_windows():
-    """The first one is stepped before the second one's turn."""
     first, second = build_network(), build_network()
     optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
     cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
@@ -237,7 +158,6 @@ def train_loop(accumulator, numbers):
 
 @on_ranks(2, cases=["level1", "level2"])
 def test_a_checkpoint_of_any_rank_holds_the_whole_loop(name):
-    """One process goes on from it, below."""
     network, accumulator = build_loop(parallel=KINDS[name])
     train_loop(accumulator, range(2))
     ms.save_checkpoint(accumulator, str(states() / f"{name}_{RANK}.ckpt"))
@@ -269,13 +189,14 @@ def test_what_cannot_work_is_refused_on_all_ranks():
 @on_ranks(2)
 def test_sync_each_batch_sends_the_gradient_in_each_batch():
     """Messages of three batches and one update. The gradient has two elements, of which each rank keeps one."""
-    backbone = nn.Dense(1, 2, has_bias=False)
+    network = nn.Dense(1, 2, has_bias=False)
     config = AccumulationConfig(3, sync_each_batch=True)
-    accumulator = Accumulator(TokenMeanLoss(backbone), nn.SGD(backbone.trainable_params(), 0.1), config=config)
+    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(loss_cell, optimizer, config=config)
     sizes = sizes_sent(reducer_of(accumulator.driver))
     for _ in range(3):
         with accumulator.accumulate():
-            accumulator.backward(*[Tensor(array) for array in sentences([1, 2])])
+            accumulator.backward(ops.ones((2, 1)), ops.ones((2, 2)))
             accumulator.step()
         sizes.append("batch")
     at_the_end = [2, 1, 1]  # Loss and weight, the norm, this rank's part of the mean gradient.

@@ -42,15 +42,9 @@ def bad_share(number, bad):
     return x, y
 
 
-def one_process(batches):
+def one_process(*batches):
     """The weights and reports of MindSpore's own optimizer, which sees no bad row."""
     return stock_clipped("schedule", batches, BY_HAND["norm"])
-
-
-@functools.cache
-def skipped():
-    """The weights of one process that never sees the second batch."""
-    return one_process([batch(0), batch(2)])[0]
 
 
 # Where the bad micro batch is, and what is done about it.
@@ -79,20 +73,17 @@ def test_a_bad_micro_batch_on_one_rank_skips_the_update_or_is_left_out_on_all(na
         assert rate[1] == rate[2]
         np.testing.assert_allclose(rate[1], rate[0] / 2, rtol=1e-6)
         assert weight[[0, 2]].tolist() == [12, 12]
-        np.testing.assert_allclose(weights_of(network), skipped(), rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(weights_of(network), one_process(batch(0), batch(2))[0], rtol=2e-5, atol=2e-6)
         return
     rows = np.r_[0 : BOUNDS[bad], BOUNDS[bad + 1] : ROWS]
     assert overflow.tolist() == [0, 0, 0] and updated.tolist() == [1, 1, 1] and updates == [3]
     assert weight.tolist() == [12, len(rows), 12]
-    expected, reports = one_process([batch(0), [array[rows] for array in batch(1)], batch(2)])
+    expected, reports = one_process(batch(0), [array[rows] for array in batch(1)], batch(2))
     np.testing.assert_allclose(norm, [report[1] for report in reports], rtol=1e-5)
     np.testing.assert_allclose(weights_of(network), expected, rtol=2e-5, atol=2e-6)
-    # Without the whole second batch the weights are others.
-    assert not np.allclose(weights_of(network), skipped(), atol=1e-4)
 
 
 def trained(steps=STEPS, **settings):
-    """The network after some windows, the step, and what it reported last."""
     network, step = build_step("Momentum", **settings)
     return network, step, train_batches(step, range(steps), RANK, SIZE)
 
@@ -123,14 +114,6 @@ def test_groups_are_clipped_by_their_norms_over_all_shards():
     np.testing.assert_allclose(output.grad_norm.asnumpy(), norm, rtol=1e-5)
     np.testing.assert_allclose(output.clipped_grad_norm.asnumpy(), clipped, rtol=1e-5)
     np.testing.assert_allclose(weights_of(found), expected, rtol=2e-5, atol=2e-6)
-
-
-@on_ranks(2, cases=KINDS)
-def test_16_bit_messages_round_the_gradient_and_nothing_else(kind):
-    found, _, _ = trained(mixed_precision=scaled(reduce_dtype=ms.float16), parallel=kind)
-    assert_same(weights_of(found))
-    # Of the learning rate 0.1, gradients of about 1 and 11 bits.
-    assert 1e-5 < distance(found, whole_batches("Momentum", tuple((i,) for i in range(STEPS)))) < 1e-3
 
 
 @on_ranks(2, cases=KINDS)

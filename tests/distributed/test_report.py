@@ -10,9 +10,9 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from open_window import buffer_of
 from ranks import RANK, assert_same, folder, on_ranks
-from scenarios import build_network, fingerprint, uneven_data
+from scenarios import KINDS, build_network, fingerprint, uneven_data
 
-from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar
+from ms_gradaccum import MetricsLogger, Model, ProgressBar
 
 PART, SIZES = "test_report", (2,)
 
@@ -28,12 +28,11 @@ class Updates(ms.train.Callback):
         self.numbers.append(event.updates)
 
 
-def train(kind, callbacks, check_loss):
+def train(kind, callbacks):
     """Rank 0 has three batches of two rows, the other two, and two make an update."""
     network = build_network()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
-    settings = {"parallel": kind, "check_loss": check_loss}
-    model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, **settings)
+    model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, parallel=kind)
     data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
     model.train(1, data, callbacks=callbacks)
     # This rank's part, past the stand-ins that checkpoints see.
@@ -41,33 +40,23 @@ def train(kind, callbacks, check_loss):
     return network, fingerprint(network), fingerprint(kept)
 
 
-def check(name, kind, check_loss):
-    path, updates, printed = folder() / f"{name}.jsonl", Updates(), StringIO()
+@on_ranks(2, cases=["each batch", "level1"], compiled=True)
+def test_what_is_measured_changes_no_bit_and_rank_0_alone_writes(name):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    kind, path, updates, printed, calls = KINDS[name], folder() / f"{name}.jsonl", Updates(), StringIO(), []
+    logger = MetricsLogger(path, lambda *args: calls.append(args), weight_norm=True)
     with redirect_stdout(printed):
-        network, *observed = train(
-            kind, [MetricsLogger(path, weight_norm=True), updates, ProgressBar(live=False)], check_loss
-        )
-    _, *plain = train(kind, [], check_loss)
+        network, *observed = train(kind, [logger, updates, ProgressBar(live=False)])
+    _, *plain = train(kind, [])
     assert_same(observed[0])
     assert observed == plain
     # Of three batches on rank 0 and two on rank 1 the third is a window of its own: rank 0 ends it, and both are told.
     assert updates.numbers == [1, 2]
     if RANK:
-        assert printed.getvalue() == ""
+        assert printed.getvalue() == "" and calls == []
         return
     assert "2 updates" in printed.getvalue()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
     squares = [np.square(weight.asnumpy().astype("float64")).sum() for weight in network.trainable_params()]
     np.testing.assert_allclose(lines[-1]["weight_norm"], np.sqrt(sum(squares)), 1e-6)
-
-
-@on_ranks(2, cases=[False, True])
-def test_what_is_measured_changes_no_bit_and_rank_0_alone_writes(syncs):
-    check(f"data parallel {syncs}", DataParallel(sync_each_batch=syncs), True)
-
-
-@on_ranks(2, compiled=True)
-def test_compiled_it_changes_none_either():
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    check("compiled", HSDP(threshold=0), False)

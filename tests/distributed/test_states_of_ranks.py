@@ -12,7 +12,7 @@ from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 from open_window import buffer_of
-from ranks import RANK, SIZE, assert_same, everyone, on_ranks, states
+from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, states
 from refusal import refuses
 from safetensors.numpy import load_file
 from scenarios import (
@@ -26,7 +26,7 @@ from scenarios import (
     whole_batches,
 )
 
-from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import EMA, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.parallel import factory
@@ -34,10 +34,11 @@ from ms_gradaccum.parallel import factory
 PART, SIZES = "test_states_of_ranks", (2, 4)
 # Batches before the state is saved, in the middle of a window of two, and after it.
 FIRST, LAST = range(3), range(3, 6)
+WINDOWS = ((0, 1), (2, 3), (4, 5))
 
 
-def new_step(kind):
-    return build_step(accumulation_steps=2, parallel=kind)
+def new_step(name="data parallel"):
+    return build_step(accumulation_steps=2, parallel=KINDS[name])
 
 
 def bits(step):
@@ -48,16 +49,16 @@ def bits(step):
 
 
 def check_weights(network):
-    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", ((0, 1), (2, 3), (4, 5))), 1e-5, 1e-6)
+    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", WINDOWS), 1e-5, 1e-6)
 
 
 def go_on_bit_for_bit(name):
     """Save in mid-window, go on, and do the same from the state."""
-    network, step = new_step(KINDS[name])
+    network, step = new_step(name)
     train_batches(step, FIRST, RANK, SIZE)
     save_state(step, states() / f"{name} {SIZE}")
     train_batches(step, LAST, RANK, SIZE)
-    fresh, its_step = new_step(KINDS[name])
+    fresh, its_step = new_step(name)
     load_state(its_step, states() / f"{name} {SIZE}")
     train_batches(its_step, LAST, RANK, SIZE)
     assert bits(step) == bits(its_step)
@@ -70,7 +71,7 @@ test_four_go_on_bit_for_bit = on_ranks(4, cases=["data parallel"])(go_on_bit_for
 
 @on_ranks(4, cases=[*zip(KINDS, KINDS), ("data parallel", "level2"), ("level2", "data parallel")])
 def test_twice_as_many_ranks_go_on(source, name):
-    network, step = new_step(KINDS[name])
+    network, step = new_step(name)
     load_state(step, states() / f"{source} 2")
     train_batches(step, LAST, RANK, SIZE)
     check_weights(network)
@@ -94,12 +95,6 @@ def test_the_manifest_holds_each_rank_and_its_window(two, request, eager):
     assert sorted(manifest["files"]) == names
     weights = [load_file(state / name)["accu_grads.0.weight.window_weight"] for name in names[1:]]
     assert [float(weight) for weight in weights] == [7.0, 5.0]
-    # Without the open window the weights would be others.
-    network, step = build_step(accumulation_steps=2)
-    load_state(step, state.parent)
-    step.drop()
-    train_batches(step, LAST)
-    assert np.abs(np.subtract(weights_of(network), whole_batches("Adam", ((0, 1), (2, 3), (4, 5))))).max() > 1e-3
 
 
 @on_ranks(2)
@@ -125,7 +120,7 @@ def test_what_a_rank_has_for_itself_stays_its_own():
 @on_ranks(2, cases=[("data parallel", 1, 0), ("level1", 0, 3)])
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_rank, files_before):
     """One rank cannot write, after some files; the next attempt is whole."""
-    _, step = new_step(KINDS[name])
+    _, step = new_step(name)
     place = states() / f"full {name} {bad_rank}"
     save_state(step, place)
     train_batches(step, FIRST, RANK, SIZE)
@@ -153,7 +148,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
 
 @on_ranks(2)
 def test_ranks_that_have_parted_save_nothing():
-    network, step = new_step(DataParallel())
+    network, step = new_step()
     train_batches(step, FIRST, RANK, SIZE)
     if RANK == 1:
         network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
@@ -166,7 +161,7 @@ def test_ranks_that_have_parted_save_nothing():
 @on_ranks(2)
 def test_a_damaged_file_of_one_rank_is_refused_by_all():
     """One byte of one rank's sums is another one."""
-    _, step = new_step(DataParallel())
+    _, step = new_step()
     train_batches(step, FIRST, RANK, SIZE)
     saved = [save_state(step, states() / "damaged") for _ in range(2)][-1]
     if RANK == 0:
@@ -214,7 +209,6 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_window():
 
 @on_ranks(2)
 def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it():
-    """Each rank has a part of everything."""
     factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
     try:
         network = build_network()
@@ -234,3 +228,45 @@ def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_re
     assert found == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
     assert (mine.asnumpy() == values).all() and (by_mindspore[mine.name].asnumpy() == values).all()
     assert list(ms.load_param_into_net(build_network(), by_mindspore)[0]) == []
+
+
+# EMA: each rank has the averages of the whole weights, and another number of ranks goes on.
+
+
+def check_averages(ema, network):
+    """The averages over MindSpore's own updates with the rows of all processes."""
+    average = np.array(weights_of(build_network()))
+    for number in range(1, len(WINDOWS) + 1):
+        average = average * 0.5 + np.array(whole_batches("Adam", WINDOWS[:number])) * 0.5
+    assert np.abs(average - whole_batches("Adam", WINDOWS)).max() > 1e-3
+    with ema.swapped():
+        np.testing.assert_allclose(weights_of(network), average, 1e-5, 1e-6)
+
+
+@on_ranks(2)
+def test_shards_are_averaged_as_whole_weights():
+    network, step = new_step("level1")
+    ema = EMA(0.5, warmup_updates=0)
+    step.add_callback(ema)
+    train_batches(step, FIRST, RANK, SIZE)
+    save_state(step, states() / "averages")
+    train_batches(step, LAST, RANK, SIZE)
+    trained = fingerprint(network)
+    check_averages(ema, network)
+    assert trained == fingerprint(network) and ema.updates == 3
+    assert_same(fingerprint(ema.parameters))
+    path = str(folder() / f"rank_{RANK}.ckpt")
+    ms.save_checkpoint(step, path)
+    saved = ms.load_checkpoint(path)
+    assert saved["ema.0.weight"].shape == saved["0.weight"].shape == (8, 6) and saved["ema.updates"].shape == ()
+
+
+def test_one_process_goes_on_with_the_averages(two, request, eager):
+    network, step = build_step(accumulation_steps=2)
+    ema = EMA(0.5, warmup_updates=0)
+    step.add_callback(ema)
+    load_state(step, request.getfixturevalue("states") / "averages")
+    assert step.open_batches() == 1 and ema.updates == 1
+    train_batches(step, LAST)
+    assert ema.updates == 3
+    check_averages(ema, network)

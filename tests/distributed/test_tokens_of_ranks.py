@@ -1,5 +1,7 @@
 """Windows whose ranks have other numbers of tokens, rows or micro batches: means over all, as of one whole batch."""
 
+import itertools
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from ranks import RANK, assert_same, everyone, on_ranks, told
@@ -41,9 +43,9 @@ def by_hand(*batches):
 class TokenMean(nn.Cell):
     """A mean over tokens, NaN without any, alone or with the number of tokens."""
 
-    def __init__(self, returns_tokens):
+    def __init__(self, network, returns_tokens):
         super().__init__()
-        self.network = nn.Dense(3, CLASSES, weight_init=Tensor(START), has_bias=False)
+        self.network = network
         self.loss = nn.CrossEntropyLoss(ignore_index=PADDING)
         self.returns_tokens = returns_tokens
 
@@ -52,27 +54,43 @@ class TokenMean(nn.Cell):
         return (mean, (y != PADDING).sum()) if self.returns_tokens else mean
 
 
-@on_ranks(2, cases=["loop", "network"])
-def test_a_mean_over_tokens_is_one_over_those_of_all_ranks(who_counts):
-    cell = TokenMean(returns_tokens=who_counts == "network")
-    optimizer = nn.SGD(cell.trainable_params(), RATE)
-    batches = [[Tensor(each) for each in token_batch(RANK, number)] for number in range(2)]
-    if who_counts == "loop":
-        accumulator = Accumulator(cell, optimizer, 2)
-        for lengths, (x, y) in zip(TOKENS[RANK], batches):
-            accumulator.backward(x, y, weight=sum(lengths))
-            output = accumulator.step()
-    else:
-        network = GradAccumulation(cell, 3, weighted="mean")
-        step = TrainOneStepCell(network, optimizer, accumulation_steps=2, check_loss=False)
-        output = [step(*each) for each in batches][-1]
-    ranks = [by_hand(*(token_batch(rank, number) for number in range(2)))[0] for rank in range(2)]
-    expected = START - RATE * np.concatenate(ranks).mean(0)
-    np.testing.assert_allclose(cell.network.weight.asnumpy(), expected, rtol=1e-5, atol=1e-6)
-    assert float(output.weight) == np.sum(TOKENS)
+# What knows the number of tokens: a loop or the network, of a mean, or a loss of this package.
+LOSSES = {
+    "loop": lambda dense: TokenMean(dense, False),
+    "network": lambda dense: GradAccumulation(TokenMean(dense, True), 3, weighted="mean"),
+    "loss": TokenMeanLoss,
+    "blocks": lambda dense: TokenMeanLoss(nn.Identity(), head=dense, block_tokens=5),
+}
+
+
+@on_ranks(2, cases=[*itertools.product(KINDS, LOSSES), ("data parallel", "loss", (1, 1))])
+def test_a_token_counts_the_same_on_whichever_rank_it_is(name, who_knows, of_first=(0, 1)):
+    """Of the second batch the first rank has no token."""
+    dense = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
+    optimizer = nn.SGD(dense.trainable_params(), RATE)
+    accumulator = Accumulator(LOSSES[who_knows](dense), optimizer, 2, parallel=KINDS[name])
+    numbers = [of_first, (0, 1)]
+    for number in numbers[RANK]:
+        weight = {"weight": sum(TOKENS[RANK][number])} if who_knows == "loop" else {}
+        accumulator.backward(*map(Tensor, token_batch(RANK, number)), **weight)
+        output = accumulator.step()
+    ranks = [by_hand(*(token_batch(rank, number) for number in numbers[rank])) for rank in (0, 1)]
+    grads, losses = map(np.concatenate, zip(*ranks))
+    np.testing.assert_allclose(dense.weight.asnumpy(), START - RATE * grads.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output.loss.asnumpy(), losses.mean(), rtol=1e-5)
+    assert output.updated and float(output.weight) == len(losses)
     # The known wrong answer: each rank counts alike.
-    alike = START - RATE * np.mean([each.mean(0) for each in ranks], 0)
-    assert np.abs(alike - expected).max() > 1e-2
+    alike = sum(grads.sum(0) / max(len(grads), 1) for grads, _ in ranks) / 2
+    assert RATE * np.abs(alike - grads.mean(0)).max() > 1e-2
+    if who_knows in ("loop", "network"):
+        return
+    # A window without tokens on any rank changes nothing.
+    before = dense.weight.asnumpy().copy()
+    for _ in range(2):
+        accumulator.backward(*map(Tensor, token_batch(0, 1)))
+        output = accumulator.step()
+    assert (dense.weight.asnumpy() == before).all()
+    assert (output.loss, output.updated, output.weight) == (0, False, 0)
 
 
 # The rows of each batch, by rank, for gradients that a loop gives.

@@ -99,7 +99,6 @@ class Terms(nn.Cell):
 
 
 def built(mindformers, **settings):
-    """The toy and a step of mindformers."""
     network = line()
     return network, mindformers.step(mse(network), sgd(network), micro_size=4, **settings)
 
@@ -217,21 +216,15 @@ class OwnScale(nn.DynamicLossScaleUpdateCell):
 def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, settings, error):
     with refuses(error, f"'{next(iter(settings))}'"):
         built(mindformers, **settings)
-
-
-def test_single_terms_are_not_shown(mindformers):
     mindformers.legacy[0] = False
     network = line()
     with refuses(ValueError, "'print_separate_loss'"):
         mindformers.step(Terms(network, False), sgd(network), 4, **TRAINER)
-
-
-def test_mindformers_accumulates_itself_where_the_compiler_partitions(mindformers):
-    network = line()
+    # Where the compiler partitions, mindformers accumulates itself.
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
         with refuses(ValueError, "'parallel_mode'"):
-            mindformers.step(mse(network), sgd(network), 4)
+            built(mindformers)
     finally:
         ms.reset_auto_parallel_context()
 
@@ -242,21 +235,25 @@ def trainer(network, optimizer=None, metrics=None, kind="fixed", scale=1.0, **se
     return create_trainer(network, nn.MSELoss(), optimizer, metrics, "O1", "[nn.Dense]", kind, scale, **settings)
 
 
-@pytest.mark.parametrize(("rows", "settings"), [(8, {"micro_size": 4}), (2, {"gradient_accumulation_steps": 4})])
-def test_a_trainer_of_mindcv_trains_like_the_whole_batch(mindcv, rows, settings):
+CLIPPED = {"clip_grad": True, "clip_value": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "weight"),
+    [
+        (8, {"micro_size": 4}, 2.04),
+        (2, {"gradient_accumulation_steps": 4}, 2.04),
+        (2, {"gradient_accumulation_steps": 4} | CLIPPED, 1.2),  # 0.9 if each micro batch were clipped, as in mindcv
+    ],
+)
+def test_a_trainer_of_mindcv_trains_like_the_whole_batch(mindcv, rows, settings, weight):
     network = line()
     model = trainer(network, metrics={"mse"}, **settings)
     model.train(1, batches(rows), dataset_sink_mode=False)
-    assert weight_of(network) == pytest.approx(2.04)
+    assert weight_of(network) == pytest.approx(weight)
     assert mindcv == [(network, "O1", "[nn.Dense]")]
-    assert model.eval(batches(8), dataset_sink_mode=False)["mse"] == pytest.approx(np.mean((0.04 * X) ** 2), rel=1e-4)
-
-
-def test_a_trainer_of_mindcv_clips_the_mean_gradient(mindcv):
-    network = line()
-    model = trainer(network, clip_grad=True, clip_value=60.0, gradient_accumulation_steps=4)
-    model.train(1, batches(2), dataset_sink_mode=False)
-    assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped, as in mindcv
+    found = model.eval(batches(8), dataset_sink_mode=False)["mse"]
+    assert found == pytest.approx(np.mean(((weight - 2) * X) ** 2), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -351,12 +348,7 @@ def test_callbacks_read_the_loss_scale_where_mindspores_own_step_has_it(kind):
     # CPU cannot run it, but it has the attribute.
     own = nn.TrainOneStepWithLossScaleCell(mse(network), sgd(network), nn.FixedLossScaleUpdateCell(512))
     assert reads.scale == own.loss_scaling_manager.get_loss_scale() == 512
-
-
-def test_the_loss_scale_that_is_read_is_the_present_one():
-    network = line()
     step = train_step(mse(network), sgd(network), nn.DynamicLossScaleUpdateCell(1024, 2, 1000))
-    assert step.loss_scaling_manager.get_loss_scale() == 1024
     assert not step(Tensor(X * np.inf), Tensor(X)).updated
     assert step.loss_scaling_manager.get_loss_scale() == 512
     assert train_step(mse(network), sgd(network)).loss_scaling_manager.get_loss_scale() == 1

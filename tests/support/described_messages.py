@@ -83,12 +83,17 @@ def bytes_of_sums(layout):
     return total
 
 
-def sizes_sent(reducer):
-    """Return a list that gets the number of elements of each message that the cells of a reducer send from now on."""
-    sizes = []
+def sent_by(reducer, note):
+    """Call ``note`` with the operator and the values of each message that the cells of a reducer send from now on."""
     for _, cell in reducer.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             operator = getattr(cell, attribute, None)
             if isinstance(operator, ops.Primitive):
-                setattr(cell, attribute, lambda values, run=operator: sizes.append(values.size) or run(values))
+                setattr(cell, attribute, lambda values, run=operator: note(run, values) or run(values))
+
+
+def sizes_sent(reducer):
+    """Return a list that gets the number of elements of each message."""
+    sizes = []
+    sent_by(reducer, lambda operator, values: sizes.append(values.size))
     return sizes

@@ -31,7 +31,6 @@ def sgd(network, learning_rate=0.02):
 
 
 def mse(network):
-    """The network with its loss."""
     return nn.WithLossCell(network, nn.MSELoss())
 
 
@@ -74,7 +73,6 @@ def descend(*windows, weight=0.0, learning_rate=0.02):
 
 
 def whole(text):
-    """A pattern for exactly this text."""
     return f"^{re.escape(text)}$"
 
 

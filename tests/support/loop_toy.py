@@ -85,7 +85,6 @@ def train(accumulator, batches, scheduler=None):
 
 
 def updates_of(accumulator, batches, scheduler=None):
-    """For each batch whether it ended in an update."""
     return [each.updated for each in train(accumulator, batches, scheduler)]
 
 
@@ -98,5 +97,4 @@ def rate(accumulator):
 
 
 def nan_batch():
-    """A batch whose loss and gradient are NaN."""
     return [Tensor(np.full((1, 1), np.nan, np.float32)), Tensor(X[:1])]

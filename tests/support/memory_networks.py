@@ -10,6 +10,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum import ClipByValue, GradAccumulation, TrainOneStepCell
+
 ROWS, LENGTH, WIDTH = 4, 2**15, 32
 
 
@@ -46,9 +48,8 @@ class Misbehaving(nn.Cell):
         return self.dense(x).mean()
 
 
-def wide(mode=ms.GRAPH_MODE):
-    """Return a network, its optimizer and a batch."""
-    ms.set_context(mode=mode)
+def wide():
+    ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_seed(1)
     network = Wide()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
@@ -60,8 +61,6 @@ def wide_in_rows():
 
     The loss is not measured, which takes most of the time.
     """
-    from ms_gradaccum import GradAccumulation
-
     network, optimizer, batch = wide()
     return GradAccumulation(network, ROWS), optimizer, batch, {"check_loss": False}
 
@@ -89,21 +88,15 @@ def lacks_device_memory():
 
 
 def clipped():
-    """Return a training with a setting."""
-    from ms_gradaccum import ClipByValue
-
     return *misbehaving("nothing"), {"clip": ClipByValue(1.0)}
 
 
 def wrongly_clipped():
-    """Return a setting that no training step takes."""
     return *misbehaving("nothing"), {"clip": 3}
 
 
 def train(micro_size):
     """Train two whole windows and return the peak of this process's memory."""
-    from ms_gradaccum import GradAccumulation, TrainOneStepCell
-
     network, optimizer, batch = wide()
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, check_loss=False)
     Path("/proc/self/clear_refs").write_text("5")

@@ -69,7 +69,6 @@ def one_layer():
 
 
 def batches(columns=3):
-    """Batches of ROWS rows as NumPy arrays (x, y, factor), one for each window."""
     random = np.random.default_rng(3)
     result = []
     for i in range(WINDOWS):

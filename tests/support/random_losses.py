@@ -13,12 +13,8 @@ class Attention(nn.Cell):
 
     def __init__(self, width, dense):
         super().__init__()
-        self.query, self.key, self.value, self.width = (
-            dense(width, width),
-            dense(width, width),
-            dense(width, width),
-            width,
-        )
+        self.query, self.key, self.value = (dense(width, width) for _ in range(3))
+        self.width = width
 
     def construct(self, x):
         x = x.expand_dims(1) * ops.ones((1, 3, 1))

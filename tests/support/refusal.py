@@ -60,7 +60,6 @@ def by_step(cell, optimizer, *batch, **settings):
 
 
 def by_loop(cell, optimizer, *batch, **settings):
-    """The same with a loop."""
     accumulator = Accumulator(cell, optimizer, **settings)
 
     def train():
@@ -72,7 +71,6 @@ def by_loop(cell, optimizer, *batch, **settings):
 
 
 def by_model(cell, optimizer, *batch, **settings):
-    """The same with a model."""
     model = Model(cell, optimizer=optimizer, **settings)
     data = NumpySlicesDataset(tuple(each.asnumpy() for each in batch), shuffle=False).batch(len(batch[0]))
     return lambda: model.train(1, data)

@@ -1,7 +1,6 @@
 """Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
 import os
-import pickle
 import sys
 import time
 from contextlib import ExitStack
@@ -20,8 +19,7 @@ from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
-from ms_gradaccum.tools.processes import Job
-from ms_gradaccum.tools.self_test.self_test import judge, try_cells
+from ms_gradaccum.tools.self_test.self_test import judge
 from ms_gradaccum.tools.self_test.training import Cell, Found
 
 # In the line about a cell, before what is said of a broken build.
@@ -56,30 +54,6 @@ def run(function, fault, cell):
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
         return function(cell)
-
-
-class HereJob:
-    """A job of one process which is this one, as a process of its own takes seconds to begin."""
-
-    received = 0
-
-    def __init__(self, *task):
-        self.reports = try_cells(*pickle.loads(pickle.dumps(task)))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        pass
-
-    def wait(self, timeout, watch):
-        self.received += 1
-        return [next(self.reports)]
-
-
-def few_jobs(count, function, *task):
-    """Stands in for Job: only several processes are started."""
-    return HereJob(*task) if count == 1 else Job(count, function, *task)
 
 
 def everywhere(original, other):

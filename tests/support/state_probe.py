@@ -77,7 +77,6 @@ def train_loop(accumulator, data, scheduler, epochs, first_epoch=0, save_after=N
 
 
 def bits_of(step):
-    """All that a training step holds, to compare exactly."""
     if isinstance(step, Accumulator):
         window = step.driver
         counts = [window.batches, window.updates, step.sync_gradients, window.is_open]
@@ -97,6 +96,5 @@ def bits_of(step):
 
 
 def compare(ours, theirs):
-    """Assert that two lists of tensors are the same, bit for bit."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(np.asarray(one.asnumpy()), getattr(other, "asnumpy", lambda o=other: o)())

@@ -65,7 +65,6 @@ def values_of(step):
 
 
 def changed(before, after):
-    """Names of the parameters that differ in a bit."""
     assert before.keys() == after.keys()
     return {name for name in before if not np.array_equal(before[name], after[name], equal_nan=True)}
 

@@ -15,7 +15,9 @@ import tiers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from linear_toy import X, line, sgd
-from mindspore import Tensor, nn
+from loop_toy import batch as batch_of
+from mindspore import Tensor
+from refusal import loss_cell
 
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation
@@ -33,19 +35,12 @@ def examples(number, **more):
     )
 
 
-def loss_cell():
-    return nn.WithLossCell(line(), nn.MSELoss())
-
-
 class Nameless:
-    """An object of a class that nothing knows."""
-
     def __repr__(self):
         return "Nameless()"
 
 
 def endless():
-    """A list that holds itself."""
     nest = [0]
     nest.append(nest)
     return nest
@@ -137,14 +132,7 @@ def attempt(call, *args, errors=(TypeError, ValueError), stock=None, **kwargs):
 
 
 def refusal(call, *args, **kwargs):
-    """Call, and return the sentence with which it was refused; None if it was not."""
     return attempt(call, *args, **kwargs)[1]
-
-
-def batch_of(*rows):
-    """These rows of the linear toy: x and y = 2x."""
-    x = np.array(rows, np.float32).reshape(-1, 1)
-    return Tensor(x), Tensor(2 * x)
 
 
 ALL_ROWS = batch_of(*X.ravel())

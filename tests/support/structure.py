@@ -25,7 +25,6 @@ _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def name_of(file: Path) -> str:
-    """Return the name of a module inside the package."""
     return file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
 
 
@@ -46,7 +45,6 @@ def imported_files(file: Path) -> list[str]:
 
 
 def _module_of(module: str, name: str) -> str:
-    """Return the module that ``from module import name`` loads."""
     inner = f"{module}.{name}"
     is_file = PACKAGE.joinpath(*inner.split(".")[1:]).with_suffix(".py").exists()
     return inner if _is_ours(module) and is_file else module
@@ -67,7 +65,6 @@ def lines_of_code(file: Path) -> int:
 
 
 def _lines(files: list[Path]) -> str:
-    """Return the number of lines of these files, and of those with code."""
     return f"{sum(file.read_text().count(chr(10)) for file in files):,} / {sum(map(lines_of_code, files)):,}"
 
 
@@ -108,7 +105,6 @@ def seen() -> Iterator[list[tuple[str, str]]]:
 
 
 def files_in(calls: list[tuple[str, str]]) -> set[str]:
-    """Return the files of these calls."""
     return {file for file, _ in calls}
 
 
@@ -154,7 +150,6 @@ def way_of_a_batch() -> tuple[str, str]:
 
 
 def main() -> None:
-    """Print the figures."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     imports = {name_of(file): imported_files(file) for file in FILES}
     heights = floors(imports)

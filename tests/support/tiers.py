@@ -14,7 +14,6 @@ FIRST_TIER = "not second_tier"
 
 
 def listed() -> list[str]:
-    """Return what the file lists."""
     lines = FILE.read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -27,7 +26,6 @@ def of_second_tier(nodeid: str, entries: frozenset[str]) -> bool:
 
 
 def needs_four(item: pytest.Item) -> bool:
-    """Return whether a test needs the job of four processes."""
     needed = list(getattr(item, "fixturenames", ()))
     if hasattr(item, "callspec"):
         needed += item.callspec.params.values()
@@ -35,7 +33,6 @@ def needs_four(item: pytest.Item) -> bool:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark the tests of the second tier."""
     entries = frozenset(listed())
     for item in items:
         if of_second_tier(item.nodeid, entries) or needs_four(item):

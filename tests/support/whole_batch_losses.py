@@ -6,8 +6,6 @@ from mindspore import Parameter, Tensor, nn, ops
 
 
 class Towers(nn.Cell):
-    """Two towers."""
-
     def __init__(self):
         super().__init__()
         self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
@@ -18,8 +16,6 @@ class Towers(nn.Cell):
 
 
 class Tower(nn.Cell):
-    """One tower of a loss of one representation."""
-
     def __init__(self):
         super().__init__()
         self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
@@ -124,13 +120,10 @@ def values_of(parameters):
 
 
 def train(step, batches):
-    """Train, and return the losses."""
     return [step(*map(Tensor, each))[0].asnumpy().item() for each in batches]
 
 
 class WholeBatches(nn.TrainOneStepCell):
-    """MindSpore's own step on whole batches."""
-
     def __call__(self, *inputs):
         return [super().__call__(*inputs)]
 

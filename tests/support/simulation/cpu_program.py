@@ -69,7 +69,6 @@ def whole_values(cell: nn.Cell) -> Values:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a program's parameter has in its cell."""
     return name.rpartition(":")[2]
 
 
@@ -89,8 +88,6 @@ def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]
 
 
 class _Rewriter:
-    """Replaces the collective operators that CPU lacks."""
-
     def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.model, self.members, self.rank, self.everyone = model, members, rank, tuple(range(size))
         # The nodes that replace one collective operator, and the total number of constants.
@@ -110,7 +107,6 @@ class _Rewriter:
                     attribute.s = _CPU_WORLD_GROUP.encode()
 
     def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
-        """Return nodes that compute the result of a collective operator on CPU."""
         self.made = []
         operator, reduction = primitive.op_type, attribute_of(primitive, "op", "")
         ranks = self.members[attribute_of(primitive, "group", "")]

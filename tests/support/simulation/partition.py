@@ -209,7 +209,6 @@ class Collective(NamedTuple):
 
 
 def collectives_of(model: Any) -> list[Collective]:
-    """Return the messages of one run of an inlined program, in the order of the program."""
     primitives = {f"{_CALL}{each.name}": each for each in model.primitives if each.op_type in COLLECTIVES}
     sent = []
     for node in (node for graph in [model.graph, *model.functions] for node in graph.node):
@@ -226,7 +225,6 @@ def collectives_of(model: Any) -> list[Collective]:
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor, from its shape and its dtype in the program."""
     return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
 
 
