@@ -4,7 +4,8 @@ import ast
 import re
 
 import pytest
-from mutations import MUTATIONS, ROOT, replaced
+from code_patterns import replaced
+from mutations import MUTATIONS, ROOT
 from tiers import listed, of_second_tier
 
 
@@ -34,9 +35,10 @@ class Sums:
 @pytest.mark.parametrize(
     "function, old, times",
     [
-        ("Sums.mean", "2 / rows", "0 times"),
-        ("Sums.mean", "rows", "3 times"),
-        ("Sums.sum", "1 / rows", "0 definitions of Sums.sum"),
+        ("Sums.mean", "2 / ROWS", "0 times"),
+        ("Sums.mean", "rows", "2 times"),
+        ("Sums.mean", "self.scaled(A, A)", "0 times"),
+        ("Sums.sum", "1 / ROWS", "0 definitions of Sums.sum"),
     ],
 )
 def test_code_that_is_not_there_once_is_an_error(function, old, times):
