@@ -142,6 +142,20 @@ def loop_of(steps):
     return Accumulator(mse(network), sgd(network), steps)
 
 
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_loop_that_is_saved_inside_a_batch_has_the_sums_of_that_batch(batches, tmp_path):
+    accumulator = loop_of(3)
+    for x, y in BATCHES[:batches]:
+        accumulator.backward(x, y)
+    with accumulator.accumulate():
+        accumulator.backward(*BATCHES[batches])
+        save_state(accumulator, tmp_path)
+    fresh = loop_of(3)
+    load_state(fresh, tmp_path)
+    assert bits_of(fresh) == bits_of(accumulator)
+    assert fresh.drop() == batches + 1
+
+
 @pytest.mark.parametrize("clip", [("clip_grad_norm", 0.05), ("clip_grad_value", 0.02)])
 def test_a_loop_flushes_with_the_clip_that_it_had_before_its_state(clip, tmp_path):
     name, limit = clip

@@ -450,3 +450,23 @@ def test_steps_of_one_process_may_share_a_folder_and_none_keeps_more_than_some_l
     shutil.rmtree(tmp_path / "4")
     save_state(new_step(), tmp_path / "4")
     assert (tmp_path / "4" / files.LOCK).exists()
+
+
+def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
+    _, accumulator = own_loop()
+    save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "come before accumulate"):
+        with accumulator.accumulate():
+            save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "loaded between two"):
+        with accumulator.accumulate():
+            accumulator.backward(X, X)
+            load_state(accumulator, tmp_path)
+    accumulator.drop()
+    with accumulator.accumulate():
+        accumulator.backward(X, X)
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "come before clip_grad_norm"):
+            save_state(accumulator, tmp_path)
+        accumulator.step()
+    assert save_state(accumulator, tmp_path).updates == 1

@@ -263,3 +263,17 @@ def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
     output = accumulator((Tensor([[-102.0]]),), weight=np.float32(8), loss=102.0)
     assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 102, 8)
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_zero_grad_throws_a_full_window_away_that_is_not_stepped(inside):
+    network, accumulator = toy_loop(2)
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            if inside:
+                accumulator.zero_grad()
+    if not inside:
+        accumulator.zero_grad()
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
+    assert weight_of(network) == pytest.approx(descend((5, 6, 7, 8)), rel=1e-6)

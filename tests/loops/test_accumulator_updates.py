@@ -5,17 +5,7 @@ import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import descend, line, mse, weight_of
-from loop_toy import (
-    FOUR,
-    adjustable_sgd,
-    nan_batch,
-    optimizer_of,
-    own_loop,
-    rate,
-    toy_loop,
-    train,
-    updates_of,
-)
+from loop_toy import FOUR, adjustable_sgd, nan_batch, optimizer_of, own_loop, rate, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
 from mindspore.experimental.optim import lr_scheduler
 from refusal import warns
@@ -228,3 +218,36 @@ def test_flush_clips_as_the_loop_does(clip, clipped):
     output = accumulator.flush()
     np.testing.assert_allclose(-network.weight.asnumpy(), clipped, rtol=1e-6)
     assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(clipped), rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["flush", "drop"])
+@pytest.mark.parametrize("before", [True, False], ids=["before backward", "after backward"])
+def test_flush_and_drop_inside_a_batch_do_not_shift_the_next_boundary(how, before):
+    network, accumulator = toy_loop(4)
+    updates = []
+    for index, each in enumerate(FOUR * 3):
+        with accumulator.accumulate():
+            if index == 2 and before:
+                result = getattr(accumulator, how)()
+            accumulator.backward(*each)
+            if index == 2 and not before:
+                result = getattr(accumulator, how)()
+            accumulator.step()
+        updates.append(accumulator.updated)
+    # The third batch belongs to the next window, or to the one that ends.
+    ends = {True: [5, 9], False: [6, 10]}[before]
+    if how == "flush":
+        ends = [2, *ends]
+        assert number(result.weight) == (4 if before else 6)
+    else:
+        assert result == (2 if before else 3)
+    assert [index for index, update in enumerate(updates) if update] == ends
+
+
+def test_a_second_step_does_nothing():
+    network, accumulator = toy_loop(2)
+    list(train(accumulator, FOUR[:2]))
+    weight = weight_of(network)
+    output = accumulator.step()
+    assert accumulator.updated and not number(output.updated) and number(output.weight) == 0
+    assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]

@@ -9,15 +9,7 @@ from open_window import window_of
 from refusal import refuses
 from state_probe import BATCHES, new_loop, new_step
 
-from ms_gradaccum import (
-    EMA,
-    Accumulator,
-    MixedPrecision,
-    StateCheckpoint,
-    TrainOneStepCell,
-    load_state,
-    save_state,
-)
+from ms_gradaccum import EMA, Accumulator, MixedPrecision, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.backend import tensors
 
 

@@ -7,21 +7,7 @@ import signal
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import (
-    ALL,
-    AtStep,
-    Recorder,
-    X,
-    batches,
-    descend,
-    line,
-    momentum,
-    mse,
-    toy,
-    toy_step,
-    toy_with_metrics,
-    weight_of,
-)
+from linear_toy import ALL, AtStep, Recorder, X, batches, descend, line, mse, toy, toy_step, toy_with_metrics, weight_of
 from mindspore import Tensor, amp, experimental, nn, ops
 from mindspore.train import (
     BackupAndRestore,
@@ -114,7 +100,8 @@ def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(mode):
 def momentum_model(**settings):
     """A model whose optimizer has a state that a continued run needs."""
     network = line()
-    return network, Model(mse(network), optimizer=momentum(network, 0.005), **settings)
+    optimizer = nn.Momentum(network.trainable_params(), 0.005, 0.9)
+    return network, Model(mse(network), optimizer=optimizer, **settings)
 
 
 @pytest.mark.parametrize("last_window, open_batches", [("apply", 0), ("drop", 0), ("carry", 1)])
