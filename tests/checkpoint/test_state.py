@@ -238,15 +238,17 @@ def test_networks_and_optimizers_with_the_same_names_keep_their_own(tmp_path):
 
 
 def test_random_numbers_go_on(tmp_path):
+    def numbers():
+        return [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), str(ms.get_rng_state())]
+
     step = new_step()
     random.seed(5), np.random.seed(5), ms.manual_seed(5)
     random.gauss(0, 1), np.random.normal()  # one of a pair each: the other one waits
     save_state(step, tmp_path)
-    numbers = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), str(ms.get_rng_state())]
+    expected = numbers()
     ms.manual_seed(6)
     load_state(step, tmp_path)
-    again = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), str(ms.get_rng_state())]
-    assert again == numbers
+    assert numbers() == expected
 
 
 def test_mindspore_reads_the_tensors(tmp_path):

@@ -17,20 +17,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from linear_toy import batches, line, toy, toy_step, weight_of
+from linear_toy import batches, line, momentum, toy, toy_step, weight_of
 from loop_toy import own_loop
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from no_space import no_file_larger_than
 from open_window import window_of
 from refusal import refuses
 from safetensors.numpy import load_file, save_file
 from tiers import share_of
 
-from ms_gradaccum import (
-    StateCheckpoint,
-    load_state,
-    save_state,
-)
+from ms_gradaccum import StateCheckpoint, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 
@@ -38,16 +34,11 @@ pytestmark = pytest.mark.usefixtures("eager")
 X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
 
 
-def momentum(network, learning_rate=0.02):
-    return nn.Momentum(network.trainable_params(), learning_rate, 0.9)
-
-
 def new_step(accumulation_steps=3, **settings):
     return toy_step(2, make_optimizer=momentum, accumulation_steps=accumulation_steps, **settings)[1]
 
 
 def held(step):
-    """All that the step has, to compare exactly."""
     numbers = {name: item.asnumpy().tolist() for name, item in step.parameters_and_names()}
     return numbers, vars(step.events)["batches"], step.events.updates, window_of(step).ends.overflows_in_a_row
 
@@ -78,7 +69,7 @@ def assert_refused(state, text, step=None):
 
 
 class Killed(BaseException):
-    """Nothing more of a program runs once it is killed."""
+    pass
 
 
 def kill_at(number, monkeypatch):
@@ -182,34 +173,34 @@ def test_a_file_that_is_no_safetensors_is_refused_and_never_executed(saved):
     assert_refused(saved, "is not a safetensors file")
 
 
+WHOLE, OWN = "parameters-00000.safetensors", "rank_0/parameters-00000.safetensors"
+SUM, WEIGHT = "accu_grads.weight", "accu_grads.weight.window_weight"
+# The file, the tensor, what takes its place, and what is said.
 CHANGES = {
-    "shape": (lambda tensors: tensors | {"weight": np.zeros((2, 1), np.float32)}, "'weight' as Float32 (2, 1)"),
-    "dtype": (lambda tensors: tensors | {"weight": np.zeros((1, 1), np.float64)}, "'weight' as Float64 (1, 1)"),
-    "missing": (lambda tensors: {k: v for k, v in tensors.items() if k != "weight"}, "it lacks weight"),
-    "another": (lambda tensors: tensors | {"other": np.zeros(1, np.float32)}, "also has other"),
-    "sums": (
-        lambda tensors: tensors | {"accu_grads.weight": np.zeros(3, np.float32)},
-        "'accu_grads.weight' as Float32 (3,), where Float32 (1, 1) is wanted",
+    "shape": (WHOLE, "weight", np.zeros((2, 1), np.float32), "'weight' as Float32 (2, 1)"),
+    "dtype": (WHOLE, "weight", np.zeros((1, 1), np.float64), "'weight' as Float64 (1, 1)"),
+    "missing": (WHOLE, "weight", None, "it lacks weight"),
+    "another": (WHOLE, "other", np.zeros(1, np.float32), "also has other"),
+    "a sum among the others": (
+        WHOLE,
+        SUM,
+        np.zeros(3, np.float32),
+        f"{SUM!r} as Float32 (3,), where Float32 (1, 1) is",
     ),
+    "another sum": (OWN, SUM, np.zeros(2, np.float32), f"has {SUM!r} as Float32 (2,), where "),
+    "no sum": (OWN, SUM, None, "it lacks "),
+    "another weight of the window": (OWN, WEIGHT, np.zeros(2, np.float32), f"has {WEIGHT!r} as Float32 (2,), where "),
+    "no weight of the window": (OWN, WEIGHT, None, "it lacks "),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_tensors_of_another_network_are_refused(change, saved, tmp_path):
-    make, text = CHANGES[change]
-    save_file(make(load_file(saved / "parameters-00000.safetensors")), tmp_path / "other")
-    with_checksum(saved, "parameters-00000.safetensors", (tmp_path / "other").read_bytes())
+def test_other_tensors_than_those_of_the_network_and_its_window_are_refused(change, saved, tmp_path):
+    file, name, value, text = CHANGES[change]
+    tensors = {key: tensor for key, tensor in load_file(saved / file).items() if key != name}
+    save_file(tensors | ({} if value is None else {name: value}), tmp_path / "other")
+    with_checksum(saved, file, (tmp_path / "other").read_bytes())
     assert_refused(saved, text)
-
-
-@pytest.mark.parametrize("name", ["accu_grads.weight", "accu_grads.weight.window_weight"])
-def test_an_open_window_without_a_sum_or_with_another_one_is_refused(name, saved, tmp_path):
-    file = "rank_0/parameters-00000.safetensors"
-    tensors = load_file(saved / file)
-    for change, text in (({name: np.zeros(2, np.float32)}, f"has {name!r} as Float32 (2,), where "), ({}, "it lacks ")):
-        save_file({key: value for key, value in tensors.items() if key != name} | change, tmp_path / "other")
-        with_checksum(saved, file, (tmp_path / "other").read_bytes())
-        assert_refused(saved, text)
 
 
 @pytest.mark.parametrize(
@@ -345,12 +336,6 @@ def test_wrong_arguments(call, tmp_path):
     assert list(Path(tmp_path).iterdir()) == []
 
 
-def test_a_folder_without_states_is_told(tmp_path):
-    for folder in (tmp_path, tmp_path / "none"):
-        with refuses(ValueError, "'directory'", str(folder)):
-            load_state(new_step(), folder)
-
-
 def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
     step = new_step()
     step(X, 2 * X)
@@ -374,8 +359,9 @@ def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
 
 def test_a_manifest_of_another_program_hides_no_state(tmp_path):
     (tmp_path / files.MANIFEST).write_text('{"format": "other"}')
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}, which has none")):
-        load_state(new_step(), tmp_path)
+    for folder, said in ((tmp_path, f"{tmp_path}, which has none"), (tmp_path / "none", str(tmp_path / "none"))):
+        with refuses(ValueError, "'directory'", said):
+            load_state(new_step(), folder)
     state = save_state(new_step(), tmp_path).path
     assert load_state(new_step(), tmp_path).path == state
 
@@ -412,26 +398,6 @@ def test_a_step_is_saved_between_its_batches_alone(event, tmp_path):
     assert held(fresh) == held(step)
 
 
-def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
-    _, accumulator = own_loop()
-    save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "come before accumulate"):
-        with accumulator.accumulate():
-            save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "loaded between two"):
-        with accumulator.accumulate():
-            accumulator.backward(X, X)
-            load_state(accumulator, tmp_path)
-    accumulator.drop()
-    with accumulator.accumulate():
-        accumulator.backward(X, X)
-        accumulator.clip_grad_norm(1.0)
-        with refuses(RuntimeError, "come before clip_grad_norm"):
-            save_state(accumulator, tmp_path)
-        accumulator.step()
-    assert save_state(accumulator, tmp_path).updates == 1
-
-
 HOLDER = """
 import sys
 from pathlib import Path
@@ -451,15 +417,6 @@ def another_job_in(folder):
         yield job
 
 
-def train_nothing(folder):
-    """Let a Model with a StateCheckpoint train, which must not change a weight."""
-    network, model = toy()
-    try:
-        model.train(1, batches(2), callbacks=[StateCheckpoint(folder)])
-    finally:
-        assert weight_of(network) == 0
-
-
 def test_a_folder_into_which_another_job_saves_is_refused_and_left_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LINGERS", 0.2)
     step = new_step()
@@ -467,8 +424,10 @@ def test_a_folder_into_which_another_job_saves_is_refused_and_left_as_it_is(tmp_
     with another_job_in(tmp_path) as job:
         with pytest.raises(RuntimeError) as error:
             save_state(step, tmp_path)
+        network, model = toy()
         with refuses(RuntimeError, "End that job"):
-            train_nothing(tmp_path)
+            model.train(1, batches(2), callbacks=[StateCheckpoint(tmp_path)])
+        assert weight_of(network) == 0
     assert f"process {job.pid} on {socket.gethostname()} saves into {tmp_path}" in str(error.value)
     assert (tmp_path / ".partial-state-000001").exists() and files.states_in(tmp_path) == []
     # Once it has ended, however that came, the folder is free.
@@ -491,3 +450,23 @@ def test_steps_of_one_process_may_share_a_folder_and_none_keeps_more_than_some_l
     shutil.rmtree(tmp_path / "4")
     save_state(new_step(), tmp_path / "4")
     assert (tmp_path / "4" / files.LOCK).exists()
+
+
+def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
+    _, accumulator = own_loop()
+    save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "come before accumulate"):
+        with accumulator.accumulate():
+            save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "loaded between two"):
+        with accumulator.accumulate():
+            accumulator.backward(X, X)
+            load_state(accumulator, tmp_path)
+    accumulator.drop()
+    with accumulator.accumulate():
+        accumulator.backward(X, X)
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "come before clip_grad_norm"):
+            save_state(accumulator, tmp_path)
+        accumulator.step()
+    assert save_state(accumulator, tmp_path).updates == 1

@@ -9,7 +9,7 @@ import mindspore as ms
 import mindspore.dataset as ds
 import numpy as np
 import pytest
-from linear_toy import AtStep, line, mse, sgd, toy
+from linear_toy import AtStep, line, momentum, mse, sgd, toy
 from mindspore import nn, train
 from mindspore.dataset import vision
 from refusal import refuses
@@ -48,10 +48,9 @@ def with_noise():
 class Log(train.Callback):
     """The inputs of the training, with a random number of the program for each step; it stops at a given step."""
 
-    def __init__(self, crash_at=None, signal_at=None, draws=True):
+    def __init__(self, crash_at=None, draws=True):
         super().__init__()
-        self.crash_at, self.signal_at, self.draws = crash_at, signal_at, draws
-        self.steps = []
+        self.crash_at, self.draws, self.steps = crash_at, draws, []
 
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
@@ -61,24 +60,26 @@ class Log(train.Callback):
         self.steps.append(step)
         if params.cur_step_num == self.crash_at:
             raise KeyboardInterrupt
-        if params.cur_step_num == self.signal_at:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def build(**settings):
     """A new program: its seed, its network with a rate that follows the updates, and its model."""
     ms.set_seed(3)
     network = nn.Dense(3, 1)
-    optimizer = nn.Momentum(network.trainable_params(), [0.05, 0.04, 0.03, 0.02] * 9, 0.9)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    optimizer = momentum(network, [0.05, 0.04, 0.03, 0.02] * 9)
+    loss_cell = GradAccumulation(mse(network), 2)
     return network, Model(loss_cell, optimizer=optimizer, accumulation_steps=3, check_loss=False, **settings)
+
+
+def bytes_of(model):
+    return [item.asnumpy().tobytes() for item in model.train_network.get_parameters()]
 
 
 def fit(make_data, epochs, callbacks, **settings):
     _, model = build(**settings)
     with suppress(KeyboardInterrupt):
         model.train(epochs, make_data(), callbacks=callbacks, resume=True)
-    return [item.asnumpy().tobytes() for item in model.train_network.get_parameters()]
+    return bytes_of(model)
 
 
 @pytest.mark.parametrize(
@@ -133,45 +134,40 @@ def test_a_finished_training_is_left_alone_and_a_longer_one_goes_on(tmp_path):
     assert [step[:2] for step in log.steps] == [[3, step] for step in range(11, 16)]
 
 
-def test_a_sigterm_saves_and_ends_the_program(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    straight, first, second = Log(), Log(signal_at=7), Log()
-    end = fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "straight")])
-    with pytest.raises(SystemExit) as exit_status:
-        fit(in_memory, 3, [first, StateCheckpoint(tmp_path / "states")])
-    assert exit_status.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
-    assert first.steps + second.steps == straight.steps
+class Signals(train.Callback):
+    """Sends the program a signal in step 7; keeps what has been said by then."""
 
-
-class Interrupt(train.Callback):
-    """Ctrl-C in step 7, and what has been said by then."""
-
-    def __init__(self, capfd):
-        self.capfd, self.said = capfd, ""
+    def __init__(self, number, capfd):
+        self.number, self.capfd, self.said = number, capfd, ""
 
     def on_train_step_end(self, run_context):
         if run_context.original_args().cur_step_num == 7:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
             self.said += self.capfd.readouterr().err
 
 
-def test_ctrl_c_says_at_once_where_it_saves_and_ends_the_training(tmp_path, capfd):
-    before = signal.getsignal(signal.SIGINT)
-    straight, first, second, once = Log(), Log(), Log(), Interrupt(capfd)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_program(number, tmp_path, capfd):
+    before = signal.getsignal(number)
+    straight, first, second, signals = Log(), Log(), Log(), Signals(number, capfd)
     end = fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "straight")])
-    with suppress(SystemExit):  # Once a graph has run in this process, MindSpore turns a Ctrl-C into a SIGTERM.
-        fit(in_memory, 3, [first, once, StateCheckpoint(tmp_path / "states")])
-    assert once.said.strip() == (f"StateCheckpoint: the training saves its state into {tmp_path}/states, and ends.")
-    assert len(first.steps) == 7 and signal.getsignal(signal.SIGINT) == before
+    # Once a graph has run in this process, MindSpore turns a Ctrl-C into a SIGTERM.
+    with pytest.raises(SystemExit) if number == signal.SIGTERM else suppress(SystemExit) as exit_status:
+        fit(in_memory, 3, [first, signals, StateCheckpoint(tmp_path / "states")])
+    if number == signal.SIGTERM:
+        assert exit_status.value.code == 143
+    else:
+        assert (
+            f"StateCheckpoint: the training saves its state into {tmp_path}/states, and ends." == signals.said.strip()
+        )
+    assert len(first.steps) == 7 and signal.getsignal(number) == before
     assert fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
     assert first.steps + second.steps == straight.steps
 
 
 def test_ctrl_c_is_left_to_a_program_that_ignores_it(tmp_path, capfd):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log, ignored = Log(), Interrupt(capfd)
+    log, ignored = Log(), Signals(signal.SIGINT, capfd)
     try:
         fit(in_memory, 2, [log, ignored, StateCheckpoint(tmp_path)])
         assert ignored.said == "" and len(log.steps) == 10
@@ -183,7 +179,7 @@ def test_evaluation_between_the_passes_changes_nothing(tmp_path):
     def run(epochs, folder, **settings):
         ms.set_seed(3)
         network = nn.Dense(3, 1)
-        model = Model(network, nn.MSELoss(), nn.Momentum(network.trainable_params(), 0.05, 0.9), metrics={"mse"})
+        model = Model(network, nn.MSELoss(), momentum(network, 0.05), metrics={"mse"})
         model.fit(epochs, in_memory(), in_memory(), callbacks=[StateCheckpoint(folder)], resume=True)
         return network.weight.asnumpy().tobytes()
 
@@ -206,33 +202,25 @@ def test_states_are_saved_when_asked_for(tmp_path):
     assert numbers(save_checkpoint_seconds=1e9) == [5, 10]
 
 
-def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
-    end = fit(in_memory, 2, [StateCheckpoint(tmp_path / "straight")])
-    fit(in_memory, 2, [Log(7), StateCheckpoint(tmp_path / "states", save_checkpoint_steps=2)])
-    network, model = build()
-    load_state(model, tmp_path / "states" / "state-000003")
-    # As a program does that is ended before it trains.
-    save_state(model, tmp_path / "again")
-    network, model = build()
-    load_state(model, tmp_path / "again")
-    model.train(2, in_memory(), resume=True)
-    assert [item.asnumpy().tobytes() for item in model.train_network.get_parameters()] == end
-    save_state(model, tmp_path / "after")
-
-
 def saving_at_7(model, folder):
-    """A callback that saves a state by hand."""
     return AtStep(lambda context: context.original_args().cur_step_num == 7 and save_state(model, folder))
 
 
-def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
+def test_a_state_that_is_saved_and_loaded_by_hand_has_its_place_in_the_data(tmp_path):
     straight, log = Log(), Log()
     _, model = build()
     model.train(2, in_memory(), callbacks=[saving_at_7(model, tmp_path), straight])
+    end = bytes_of(model)
     _, model = build()
     load_state(model, tmp_path)
+    # As a program does that is ended before it trains.
+    save_state(model, tmp_path / "again")
+    _, model = build()
+    load_state(model, tmp_path / "again")
     model.train(2, in_memory(), callbacks=log, resume=True)
     assert [step[:-1] for step in log.steps] == [step[:-1] for step in straight.steps[7:]]
+    assert bytes_of(model) == end
+    save_state(model, tmp_path / "after")
 
 
 @pytest.mark.parametrize("place", [5, {}, {"epoch": "0", "batches": 2}])

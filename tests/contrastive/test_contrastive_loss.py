@@ -19,7 +19,6 @@ LABELS[5] = 1  # A row without another one of its label.
 
 
 def formula(first, second, temperature, labels=None, one=False, normalize=True):
-    """The whole table, in float64."""
     if normalize:
         first, second = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (first, second))
     itself = np.eye(len(first))
@@ -57,8 +56,7 @@ KINDS = {
 # One block, blocks that do not come out even, and one for each row.
 @pytest.mark.parametrize("block_rows", [256, 7, 1])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.usefixtures("eager")
-def test_it_is_the_formula_with_its_gradients(name, block_rows):
+def test_it_is_the_formula_with_its_gradients(name, block_rows, eager):
     settings, labels = KINDS[name]
     one = settings.get("towers") == 1
     loss = ContrastiveLoss(TEMPERATURE, block_rows=block_rows, **settings)
@@ -105,9 +103,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", REFUSED)
-def test_inputs_that_are_not_those_of_so_many_towers_are_refused(name):
+def test_inputs_that_are_not_those_of_so_many_towers_are_refused(name, eager):
     settings, shapes, key = REFUSED[name]
     with refuses(ValueError, key):
         ContrastiveLoss(**settings)(*(ops.ones(shape, ms.float32) for shape in shapes))

@@ -3,17 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from whole_batch_losses import (
-    LOSSES,
-    OrdinaryLoss,
-    WholeBatches,
-    batch,
-    distance,
-    movement,
-    parts_of,
-    train,
-    values_of,
-)
+from whole_batch_losses import LOSSES, OrdinaryLoss, WholeBatches, batch, distance, movement, parts_of, train, values_of
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell
 

@@ -3,11 +3,12 @@
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import sgd
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.dataset import GeneratorDataset
 from open_window import window_of
+from quick_mindspore import restored
 from refusal import refuses
-from step_probe import changed, number
+from step_probe import Listener, changed, number
 from step_probe import values_of as parameters_of
 from whole_batch_losses import Tower, distance, movement, unit, values_of
 
@@ -17,16 +18,12 @@ from ms_gradaccum import (
     GradAccumulation,
     GradCacheLoss,
     MixedPrecision,
-    Model,
     TrainOneStepCell,
-    load_state,
-    save_state,
 )
 
 LEARNING_RATE = 0.5
 # Micro batches of 2 to 6 rows: so many shapes that a graph for changing lengths takes over.
 SIZES = [6, 10, 14, 18, 22, 9]
-MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
 
 
 class Busy(nn.Cell):
@@ -83,11 +80,11 @@ AXES = (0, 0, 1, None)
 
 
 def windows_by_hand(sizes, batches_of_window):
-    """Weights after each window of whole batches: gradients of MindSpore, the rest in NumPy."""
+    """Weights after windows of whole batches, and their losses: gradients of MindSpore, the rest in NumPy."""
     cell = build()
     parameters = cell.trainable_params()
     with_gradient = ops.value_and_grad(cell, None, ms.ParameterTuple(parameters))
-    weights, losses = [], []
+    losses = []
     for begin in range(0, len(sizes), batches_of_window):
         rows = np.float64(sizes[begin : begin + batches_of_window])
         runs = [with_gradient(*map(Tensor, batch(begin + i, int(each)))) for i, each in enumerate(rows)]
@@ -99,60 +96,57 @@ def windows_by_hand(sizes, batches_of_window):
         for parameter, mean in zip(parameters, means):
             step = LEARNING_RATE * mean * min(1.0, 0.5 / norm)
             parameter.set_data(Tensor((parameter.asnumpy() - step).astype(np.float32)))
-        weights.append(values_of(parameters))
-    return weights, losses
+    return values_of(parameters), losses
 
 
 def state_by_hand(sizes):
     """Return the state after one forward pass of each micro batch."""
     cell = build()
-    state = []
     for i, rows in enumerate(sizes):
         x, y, *_ = batch(i, rows)
         for part, classes in zip(np.array_split(x, 4), np.array_split(y, 4)):
             cell.backbone(Tensor(part), Tensor(classes))
-        state.append(values_of(cell.backbone.untrainable_params()))
-    return state
+    return values_of(cell.backbone.untrainable_params())
 
 
 @pytest.fixture(scope="module")
 def expected():
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    found = windows_by_hand(SIZES, 2), state_by_hand(SIZES)
-    ms.set_context(mode=before)
-    return found
+    with restored():
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        return windows_by_hand(SIZES, 2), state_by_hand(SIZES)
 
 
 def new_step(**settings):
     cell = build()
     network = GradAccumulation(cell, 4, batch_axis=AXES)
-    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
     settings = {"accumulation_steps": 2, "clip": ClipByGlobalNorm(0.5), **settings}
-    return TrainOneStepCell(network, optimizer, **settings).set_train()
+    return TrainOneStepCell(network, sgd(cell, LEARNING_RATE), **settings).set_train()
+
+
+def step_of(network, loss, **settings):
+    cell = GradCacheLoss(network, loss)
+    return TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell, 0.1), **settings)
 
 
 def run(step, sizes=SIZES, first=0):
     return [step(*map(Tensor, batch(first + i, rows))) for i, rows in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_windows_of_two_batches_are_those_by_hand(name, expected):
+def test_windows_of_two_batches_are_those_by_hand(expected, mode):
     (weights, losses), state = expected
-    ms.set_context(mode=MODES[name])
     step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=1024.0))
     outputs = run(step)
     cell = step.network.network
     np.testing.assert_allclose([number(each.loss) for each in outputs[1::2]], losses, rtol=2e-6)
     assert [number(each.weight) for each in outputs[1::2]] == [16, 32, 31]
-    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
+    assert distance(values_of(cell.trainable_params()), weights) < 1e-6
     # Clipping has done something, or it would prove nothing.
     assert all(number(each.grad_norm) > 0.5 for each in outputs[1::2])
     # As after one forward pass, bit for bit.
-    for found, wanted in zip(cell.backbone.untrainable_params(), state[-1]):
+    for found, wanted in zip(cell.backbone.untrainable_params(), state):
         assert found.asnumpy().tobytes() == wanted.tobytes(), found.name
     assert number(cell.backbone.calls) == 4 * len(SIZES)
-    if name == "GRAPH":
+    if mode == ms.GRAPH_MODE:
         forward, loss = window_of(step).micro_steps.preparation.compiled_cells()
         # One graph of the loss for each number of rows, and never one for changing lengths.
         assert (forward.code.what, loss.code.what) == ("the network", "the loss")
@@ -161,56 +155,32 @@ def test_windows_of_two_batches_are_those_by_hand(name, expected):
         assert forward.general_cell is not None
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_hand_written_loop_and_a_model_train_the_same(expected):
+def test_a_hand_written_loop_trains_the_same(expected, eager):
     (weights, losses), _ = expected
     cell = build()
-    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
-    accumulator = Accumulator(GradAccumulation(cell, 4, batch_axis=AXES), optimizer, accumulation_steps=2)
+    network = GradAccumulation(cell, 4, batch_axis=AXES)
+    accumulator = Accumulator(network, sgd(cell, LEARNING_RATE), accumulation_steps=2)
     found = []
     for i, rows in enumerate(SIZES):
         with accumulator.accumulate():
             found.append(number(accumulator.backward(*map(Tensor, batch(i, rows)))))
-            if accumulator.sync_gradients:
-                accumulator.clip_grad_norm(0.5)
+            accumulator.clip_grad_norm(0.5)
             accumulator.step()
-            accumulator.zero_grad()
-    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
+    assert distance(values_of(cell.trainable_params()), weights) < 1e-6
     np.testing.assert_allclose(np.average(found[:2], weights=SIZES[:2]), losses[0], rtol=1e-6)
-    cell = build()
-    network = GradAccumulation(cell, 4, batch_axis=AXES)
-    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
-    model = Model(network, optimizer=optimizer, accumulation_steps=2, clip=ClipByGlobalNorm(0.5))
-    data = GeneratorDataset([batch(i, rows) for i, rows in enumerate(SIZES)], list("xywz"), shuffle=False)
-    model.train(1, data)
-    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
 
 
-class Watch:
-    """Writes down what it is told, and can fail between the passes."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_micro_batch_begin(self, event):
-        self.seen.append(("begin", event.micro_batch, event.rows))
-
-    def on_micro_batch_end(self, event):
-        self.seen.append(("end", event.micro_batch, event.rows))
-
-
-@pytest.mark.usefixtures("eager")
-def test_events_are_told_once():
-    step, watch = new_step(), Watch()
-    step.add_callback(watch)
+def test_events_are_told_once(eager):
+    step, listener = new_step(), Listener()
+    step.add_callback(listener)
     run(step, [11, 13])
     rows = [3, 3, 3, 2, 4, 3, 3, 3]
-    assert watch.seen == [(kind, i % 4, each) for i, each in enumerate(rows) for kind in ("begin", "end")]
-    assert step.events.micro_batches == 8 and step.events.updates == 1
+    micro_batches = [(f"micro_batch_{end}", i % 4, each) for i, each in enumerate(rows) for end in ("begin", "end")]
+    assert [(told[0], *told[2:4]) for told in listener.told[:-2]] == micro_batches
+    assert step.events.micro_batches == 8 and listener.ends() == [(1, 0)]
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_failure_between_the_passes_leaves_no_trace():
+def test_a_failure_between_the_passes_leaves_no_trace(eager):
     step = new_step()
     run(step, [11])
     before = parameters_of(step)
@@ -227,20 +197,7 @@ def test_a_failure_between_the_passes_leaves_no_trace():
     assert changed(parameters_of(step), parameters_of(expected)) == set()
 
 
-@pytest.mark.usefixtures("eager")
-def test_an_open_window_is_saved_and_resumed(tmp_path):
-    step = new_step()
-    run(step, SIZES[:3])
-    save_state(step, tmp_path)
-    run(step, SIZES[3:6], 3)
-    fresh = new_step()
-    load_state(fresh, tmp_path)
-    run(fresh, SIZES[3:6], 3)
-    assert changed(parameters_of(step), parameters_of(fresh)) == set()
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_frozen_network_trains_its_loss_alone():
+def test_a_frozen_network_trains_its_loss_alone(eager):
     cell = build()
     optimizer = nn.SGD([cell.loss_fn.temperature], LEARNING_RATE)
     step = TrainOneStepCell(GradAccumulation(cell, 4, batch_axis=AXES), optimizer)
@@ -253,15 +210,14 @@ def test_a_frozen_network_trains_its_loss_alone():
     assert number(cell.backbone.calls) == 4
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_in_16_bits_it_trains_as_the_whole_batch_does(level):
+def test_in_16_bits_it_trains_as_the_whole_batch_does(level, eager):
     ends = []
     # In float16 in micro batches, in one piece, and in float32.
     for micro_size, precision in ((4, MixedPrecision(level=level)), (1, MixedPrecision(level=level)), (1, None)):
         cell = build()
         network = GradAccumulation(cell, micro_size, batch_axis=AXES)
-        optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+        optimizer = sgd(cell, LEARNING_RATE)
         step = TrainOneStepCell(network, optimizer, mixed_precision=precision).set_train()
         start = values_of(cell.trainable_params())
         outputs = run(step, [11, 13])
@@ -275,13 +231,11 @@ def test_in_16_bits_it_trains_as_the_whole_batch_does(level):
 
 
 class Alike(nn.Cell):
-    def construct(self, rows):
-        return ops.square(unit(rows).sum(0)).sum()
+    def construct(self, *outputs):
+        return ops.addn([ops.square(unit(rows).sum(0)).sum() for rows in outputs])
 
 
 class Drawing(nn.Cell):
-    """A network with a Dropout inside."""
-
     def __init__(self):
         super().__init__()
         self.tower, self.drop = Tower(), nn.Dropout(p=0.1)
@@ -293,43 +247,22 @@ class Drawing(nn.Cell):
 @pytest.mark.parametrize("compiles", [True, None], ids=["compile", "PYNATIVE"])
 def test_a_network_that_computes_something_else_the_second_time_is_refused(compiles):
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    cell = GradCacheLoss(Drawing(), Alike()).set_train()
-    optimizer = nn.SGD(cell.trainable_params(), 0.1)
-    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, accumulation_steps=2, compile=compiles)
+    network = Drawing()
+    step = step_of(network, Alike(), accumulation_steps=2, compile=compiles).set_train()
     before = parameters_of(step)
-    with refuses(RuntimeError, "ReplayDropout in place"):
+    with refuses(RuntimeError, "because of Dropout 'drop'", "ReplayDropout in place"):
         step(Tensor(batch(0, 16)[0]))
     assert changed(before, parameters_of(step)) == set() and step.open_batches() == 0
     if compiles:
         return  # What is compiled stays in the mode that it was compiled in.
     # In evaluation mode it is the same each time.
-    cell.backbone.drop.set_train(False)
+    network.drop.set_train(False)
     step(Tensor(batch(0, 16)[0]))
     assert step.open_batches() == 1
 
 
-class DrawingLittle(Drawing):
-    """The same beside an output that is far larger."""
-
-    def construct(self, x):
-        return 1e4 * self.tower(x), 1e-4 * super().construct(x)
-
-
-class AlikeTwo(Alike):
-    def construct(self, rows, others):
-        return super().construct(rows) + super().construct(others)
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_small_output_is_not_lost_beside_a_large_one():
-    cell = GradCacheLoss(DrawingLittle(), AlikeTwo()).set_train()
-    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
-    with refuses(RuntimeError, "because of Dropout 'drop'"):
-        step(Tensor(batch(0, 16)[0]))
-
-
 class Changing(nn.Cell):
-    """Its second pass of the first micro batch returns what a function makes of the outputs."""
+    """Its second pass of the first micro batch returns what a function makes of the outputs, beside far larger ones."""
 
     def __init__(self, function):
         super().__init__()
@@ -338,7 +271,7 @@ class Changing(nn.Cell):
     def construct(self, x):
         self.calls += 1
         rows = self.tower(x) * Tensor([[1e4]] + [[1.0]] * (len(x) - 1))
-        return self.function(rows) if self.calls == 3 else rows
+        return (self.function(rows) if self.calls == 3 else rows), 1e9 * rows
 
 
 CHANGES = {
@@ -348,20 +281,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_one_row_is_seen(name):
-    cell = GradCacheLoss(Changing(CHANGES[name]), Alike())
-    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+def test_a_change_of_one_row_is_seen(name, eager):
+    step = step_of(Changing(CHANGES[name]), Alike())
     with refuses(RuntimeError, "other outputs in the second forward pass"):
         step(Tensor(batch(0, 16)[0]))
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:For 'TrainOneStepCell', the gradient must be finite")
-def test_what_is_no_number_in_both_passes_skips_the_window():
-    cell = GradCacheLoss(Tower(), Alike())
-    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+def test_what_is_no_number_in_both_passes_skips_the_window(eager):
+    step = step_of(Tower(), Alike())
     rows = batch(0, 16)[0]
     rows[3] = np.nan
     output = step(Tensor(rows))
@@ -370,8 +299,6 @@ def test_what_is_no_number_in_both_passes_skips_the_window():
 
 
 class Returning(nn.Cell):
-    """Returns what a function makes of its input."""
-
     def __init__(self, function):
         super().__init__()
         self.tower, self.function = Tower(), function
@@ -388,11 +315,9 @@ BAD_OUTPUTS = {
 }
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", BAD_OUTPUTS)
-def test_outputs_without_the_rows_are_refused(name):
+def test_outputs_without_the_rows_are_refused(name, eager):
     function, error, key = BAD_OUTPUTS[name]
-    cell = GradCacheLoss(Returning(function), Alike())
-    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    step = step_of(Returning(function), Alike())
     with refuses(error, "backbone", key):
         step(Tensor(batch(0, 6)[0]))

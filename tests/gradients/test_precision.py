@@ -7,16 +7,17 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import batches, line, sgd, toy, weight_of
+from linear_toy import batches, mse, sgd, toy, toy_with_metrics, weight_of
+from loop_toy import own_loop, updates_of
 from mindspore import Parameter, Tensor, amp, nn, ops
 from refusal import refuses
 from step_probe import number, tensors
 
-from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, TrainOneStepCell
 from ms_gradaccum.backend import probes
 from ms_gradaccum.gradients import mixed_precision
 
-NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
+NAMES = ["fp16", "fp16_apex", "fp16_naive", "O1", "O2", "O3", "auto"]
 
 
 class Network(nn.Cell):
@@ -36,11 +37,10 @@ X = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
 Y = np.random.default_rng(2).normal(size=(8, 4)).astype(np.float32)
 
 
-def train(mixed_precision, loss_fn=None, **settings):
+def train(mixed_precision):
     """One update from four micro batches of 2; the network's weights and the output."""
     network = Network()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, loss_fn or nn.MSELoss()), 4)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.5), mixed_precision=mixed_precision)
+    step = TrainOneStepCell(GradAccumulation(mse(network), 4), sgd(network, 0.5), mixed_precision=mixed_precision)
     output = step(*tensors(X, Y))
     return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]), output
 
@@ -69,32 +69,13 @@ def test_modules_are_found_where_they_were(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
     before = list(sys.path)
     network = Network()
-    TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd_of(network), mixed_precision="fp16")
+    TrainOneStepCell(mse(network), sgd(network), mixed_precision="fp16")
     assert sys.path == before and Path.cwd() == tmp_path and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16_apex"])
 def test_on_compiled_graphs_in_both_modes(name, in_float32, mode):
     close_but_not_equal(name, train(name)[0], in_float32[0])
-
-
-class Dtypes(nn.MSELoss):
-    """Notes the dtypes that the loss is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def construct(self, base, target):
-        self.seen |= {base.dtype, target.dtype}
-        return super().construct(base, target)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
-def test_the_loss_is_computed_in_float32(level, eager):
-    loss_fn = Dtypes()
-    _, output = train(level, loss_fn)
-    assert loss_fn.seen == {ms.float32} and output.loss.dtype == ms.float32
 
 
 class OwnLoss(nn.Cell):
@@ -110,13 +91,13 @@ class OwnLoss(nn.Cell):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
-def test_a_loss_cell_of_ones_own_is_converted_but_for_mindspores_losses(level, eager):
-    cell = OwnLoss()
-    step = TrainOneStepCell(
-        GradAccumulation(cell, 4), nn.SGD(cell.trainable_params(), 0.5), mixed_precision=MixedPrecision(level=level)
-    )
+@pytest.mark.parametrize("make, settings", [(OwnLoss, {"factor": 1.0}), (lambda: mse(Network()), {})])
+def test_mindspores_losses_are_computed_in_float32_also_in_a_cell_of_ones_own(make, settings, level, eager):
+    cell = make()
+    precision = MixedPrecision(level=level)
+    step = TrainOneStepCell(GradAccumulation(cell, 4), sgd(cell, 0.5), mixed_precision=precision)
     # The squares of these errors are no float16 numbers.
-    output = step(Tensor(X), y=Tensor(1000 * Y))
+    output = step(Tensor(X), Tensor(1000 * Y), **settings)
     assert number(output.loss) == pytest.approx(np.square(1000 * Y).mean(), rel=1e-2)
 
 
@@ -137,32 +118,19 @@ def test_the_scale_saves_gradients_that_float16_would_lose(eager):
     for scale, gradient in ((1.0, 0.0), (2.0**16, 2.0**-30)):
         cell = SmallGradient()
         settings = MixedPrecision(level="O0", init_scale=scale)
-        step = TrainOneStepCell(GradAccumulation(cell, 2), sgd_of(cell), mixed_precision=settings)
+        step = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell), mixed_precision=settings)
         assert number(step(x).grad_norm) == gradient
-
-
-def sgd_of(cell):
-    return nn.SGD(cell.trainable_params(), 1.0)
 
 
 def test_model_and_accumulator_take_the_same_names(eager):
     settings = MixedPrecision("fp16", "O3", init_scale=64.0)
-    network, model = toy(4, mixed_precision=settings)
+    network, model = toy_with_metrics(mixed_precision=settings)
+    assert model.eval(batches(8))["mse"] == pytest.approx(102, rel=1e-3)
     model.train(1, batches(8))
     assert weight_of(network) == pytest.approx(2.04, rel=1e-3)
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 4, mixed_precision=settings)
-    for batch in accumulator.prepare(batches(2)):
-        with accumulator.accumulate():
-            accumulator.backward(*batch)
-            accumulator.step()
+    network, accumulator = own_loop(4, mixed_precision=settings)
+    updates_of(accumulator, batches(2))
     assert weight_of(network) == pytest.approx(2.04, rel=1e-3)
-
-
-def test_model_evaluates_a_network_in_half_precision(eager):
-    network = line()
-    model = Model(network, nn.MSELoss(), sgd(network), metrics={"mse"}, amp_level="O3")
-    assert model.eval(batches(8))["mse"] == pytest.approx(102, rel=1e-3)
 
 
 class AnyInputs(nn.Cell):
@@ -174,18 +142,7 @@ class AnyInputs(nn.Cell):
         return self.network(*inputs).mean()
 
 
-def test_a_network_that_mindspore_cannot_rewrite(eager, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
-    network = AnyInputs()
-    with refuses(ValueError, "'mixed_precision'", "Please handle custom-object first"):
-        TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
-    network = AnyInputs()
-    TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
-
-
-def test_a_network_whose_class_is_in_a_function(eager, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def local_network():
     class Local(nn.Cell):
         def __init__(self):
             super().__init__()
@@ -194,23 +151,36 @@ def test_a_network_whose_class_is_in_a_function(eager, tmp_path, monkeypatch):
         def construct(self, x):
             return self.dense(x).mean()
 
-    network = Local()
-    with refuses(ValueError, "'mixed_precision'", "define the classes of the network outside of functions"):
-        TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
-    step = TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
+    return Local()
+
+
+NOT_REWRITTEN = {
+    "Please handle custom-object first": AnyInputs,
+    "define the classes of the network outside of functions": local_network,
+}
+
+
+@pytest.mark.parametrize("said", NOT_REWRITTEN)
+def test_a_network_that_mindspore_cannot_rewrite(said, eager, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
+    network = NOT_REWRITTEN[said]()
+    with refuses(ValueError, "'mixed_precision'", said):
+        TrainOneStepCell(network, sgd(network), mixed_precision="fp16")
+    network = NOT_REWRITTEN[said]()
+    step = TrainOneStepCell(network, sgd(network), mixed_precision="fp16_apex")
     assert np.isfinite(step(Tensor(np.ones((2, 2), np.float32))).item())
 
 
 def test_a_network_is_converted_once(eager):
     network = Network()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    first = TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O2")
+    loss_cell = mse(network)
+    first = TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd(network), mixed_precision="O2")
     cells = len(list(network.cells_and_names()))
     del first
-    TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O2")
+    TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd(network), mixed_precision="O2")
     assert len(list(network.cells_and_names())) == cells
     with refuses(ValueError, "'mixed_precision'", "give that level"):
-        TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O3")
+        TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd(network), mixed_precision="O3")
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16", MixedPrecision(ms.bfloat16, "O2")])
@@ -225,17 +195,13 @@ def test_bfloat16_needs_no_scale_where_the_device_has_it():
     assert (found.level, found.dtype, number(found.loss_scale.value())) == ("O1", ms.bfloat16, 1)
 
 
-def clamped(total):
-    """The sum as a device in saturation mode has it."""
-    return np.clip(total, -65504.0, 65504.0)
-
-
 def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
     add, get_context = Tensor.__add__, ms.get_context
     on_ascend = {"device_target": "Ascend"}
     monkeypatch.setattr(ms, "get_context", lambda name: on_ascend.get(name) or get_context(name))
     assert not probes.clamps_overflow()
-    monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(clamped(add(a, b).asnumpy())))
+    # As a device in saturation mode adds.
+    monkeypatch.setattr(Tensor, "__add__", lambda a, b: Tensor(np.clip(add(a, b).asnumpy(), -65504.0, 65504.0)))
     assert probes.clamps_overflow()
     for searching in ("fp16", "O2", amp.DynamicLossScaler(1024.0, 2, 50), amp.FixedLossScaleManager(8.0)):
         with refuses(ValueError, "Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas"):
@@ -261,32 +227,26 @@ def test_settings_that_contradict_each_other_are_refused(settings, error, key):
         toy(**settings)
 
 
-def test_a_dtype_may_be_given_by_its_name():
+def test_a_dtype_may_be_given_by_its_name_and_in_a_dict_of_patterns():
     assert MixedPrecision("fp16", "O2") == MixedPrecision(ms.float16, "O2")
     for dtype in (ms.float32, None):
         with refuses(ValueError, "'dtype'"):
             MixedPrecision(dtype, "O1")
-
-
-def test_a_dict_of_dtypes_has_patterns():
     with refuses(ValueError, "'reduce_dtype'"):
         MixedPrecision(reduce_dtype={1: "fp16"})
     with refuses(ValueError, "float16 or bfloat16"):
         MixedPrecision(reduce_dtype={"*": "int8"})
 
 
-def test_a_pattern_that_no_parameter_fits_is_refused_in_one_process_too(eager):
-    network = line()
-    precision = MixedPrecision(level="O0", reduce_dtype={"*typo": "fp16"})
-    with refuses(ValueError, "matches no remaining"):
-        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=precision)
-
-
-def test_a_pattern_may_fit_the_parameters_of_one_optimizer_alone(eager):
+def test_a_pattern_must_fit_parameters_of_an_optimizer_in_one_process_too(eager):
     network = nn.SequentialCell(nn.Dense(1, 1), nn.Dense(1, 1))
-    optimizers = [nn.SGD(cell.trainable_params(), 0.1) for cell in network]
-    precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype={"1.*": "fp16"})
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizers, mixed_precision=precision)
-    x = ops.ones((4, 1))
+
+    def loop(pattern):
+        precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype={pattern: "fp16"})
+        return Accumulator(mse(network), [sgd(cell) for cell in network], mixed_precision=precision)
+
+    with refuses(ValueError, "matches no remaining"):
+        loop("*typo")
+    accumulator, x = loop("1.*"), ops.ones((4, 1))
     accumulator.backward(x, x)
     assert accumulator.step().is_updated

@@ -4,14 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, nn, ops
-from optimizer_parity import (
-    RowLoss,
-    WholeBatch,
-    accumulate,
-    assert_like_whole_batch,
-    assert_not_vacuous,
-    batches,
-)
+from optimizer_parity import RowLoss, WholeBatch, accumulate, assert_like_whole_batch, assert_not_vacuous, batches
 from refusal import warns
 
 from ms_gradaccum import Accumulator, TrainOneStepCell

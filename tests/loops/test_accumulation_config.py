@@ -59,23 +59,16 @@ def test_the_count_of_the_config_and_that_of_the_argument():
     each = AccumulationConfig(sync_each_batch=True)
     assert steps_of(4, config=each) == AccumulationConfig(4, sync_each_batch=True)
     assert steps_of({0: 2}, config=each) == AccumulationConfig({0: 2}, sync_each_batch=True)
-
-
-def test_a_count_and_a_schedule_contradict_each_other():
     with refuses(ValueError, "'accumulation_steps'", "Leave the schedule out"):
         AccumulationConfig(4, schedule={0: 2})
-    cell = loss_cell()
     for config in (AccumulationConfig(schedule={0: 2}), AccumulationConfig({0: 2}), AccumulationConfig(3)):
         for steps in (4, {0: 3}):
             with refuses(ValueError, "'accumulation_steps'", "only once"):
-                Accumulator(cell, sgd(cell), steps, config=config)
+                steps_of(steps, config=config)
 
 
-def test_configs_can_be_told_apart():
+def test_configs_can_be_told_apart_and_all_ranks_have_the_same_text_for_a_function():
     assert len({AccumulationConfig({0: 2}), AccumulationConfig({0: 3}), AccumulationConfig(schedule={0: 3})}) == 3
-
-
-def test_all_ranks_have_the_same_text_for_a_function():
     texts = {AccumulationConfig(make()).as_text() for make in (make_schedule, make_schedule)}
     assert len(texts) == 1 and "make_schedule.<locals>.steps" in texts.pop()
     assert AccumulationConfig({0: 2}).as_text() != AccumulationConfig({0: 3}).as_text()

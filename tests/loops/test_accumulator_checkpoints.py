@@ -7,7 +7,7 @@ from linear_toy import X, mse, sgd, weight_of
 from loop_toy import FOUR, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
 from refusal import refuses
-from step_probe import tensors
+from step_probe import Squared, tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
 
@@ -15,8 +15,9 @@ BATCHES = [tensors(X[i : i + 2], np.concatenate([2 * X[i : i + 2], -X[i : i + 2]
 
 
 @pytest.mark.parametrize("place", ["before step", "after step"])
-@pytest.mark.parametrize("batches", [1, 2, 3])
-def test_a_checkpoint_inside_a_batch_has_the_sums_and_the_count_of_that_batch(place, batches, tmp_path, eager):
+@pytest.mark.parametrize("batches, steps", [(1, 4), (2, 4), (3, 4), (3, 1), (3, 2), (3, 3)])
+def test_a_checkpoint_inside_a_batch_has_the_sums_and_the_count_of_that_batch(place, batches, steps, tmp_path, eager):
+    """Also more batches than a window of the loop that loads it has."""
     path = str(tmp_path / "inside.ckpt")
     network, accumulator = toy_loop(4)
     for i, each in enumerate(FOUR[:batches], 1):
@@ -26,14 +27,13 @@ def test_a_checkpoint_inside_a_batch_has_the_sums_and_the_count_of_that_batch(pl
                 accumulator.step()
             if i == batches:
                 ms.save_checkpoint(accumulator, path)
-    network, accumulator = toy_loop(4)
+    network, accumulator = toy_loop(steps)
     ms.load_param_into_net(accumulator, ms.load_checkpoint(path))
     assert updates_of(accumulator, FOUR[batches:]) == [False] * (3 - batches) + [True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
 def frozen_loop(kind):
-    """A network with a parameter that is not trained, and its loop."""
     network = nn.SequentialCell(nn.Dense(1, 3, "ones"), nn.Dense(3, 2, Tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])))
     network[1].bias.requires_grad = False
     cell = mse(network)
@@ -69,8 +69,6 @@ def test_parameters_of_one_name_are_not_saved_one_over_the_other(tmp_path):
 
 
 def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():
-    """Two optimizers have a parameter 'global_step' each, which only a checkpoint cannot tell apart."""
-
     class Holder(nn.Cell):
         def __init__(self):
             super().__init__()
@@ -85,22 +83,12 @@ def test_a_cell_that_holds_a_loop_leaves_its_parameters_and_their_names_alone():
     assert {*map(id, holder.first.get_parameters())} <= {*map(id, holder.accumulator.get_parameters())}
 
 
-class Compiled(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(1, 2, "ones", has_bias=False)
-
-    @ms.jit
-    def construct(self, x, y):
-        return ops.mse_loss(self.dense(x), y)
-
-
 @pytest.mark.parametrize("load", [ms.Parameter.set_data, ops.assign])
 def test_own_gradients_of_a_compiled_network_are_those_of_what_was_loaded(load, monkeypatch):
     """In PYNATIVE mode, where MindSpore's compiled part keeps the memory of before."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
     monkeypatch.delenv("MS_JIT", raising=False)
-    network = Compiled()
+    network = Squared(nn.Dense(1, 2, "ones", has_bias=False))
     weight = network.dense.weight
     accumulator = Accumulator(network, nn.SGD([weight], 0.1), 1)
     loss_and_grads = ms.value_and_grad(network, None, [weight])

@@ -16,7 +16,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train.callback._callback import InternalCallbackParam
 from open_window import reducer_of
 from refusal import refuses
-from step_probe import Around
+from step_probe import Around, Listener
 
 from ms_gradaccum import EMA, Model, ProgressBar, StateCheckpoint, load_state, save_state
 from ms_gradaccum.loops.epoch import PassSteps
@@ -190,15 +190,11 @@ def test_the_windows_of_a_sink_are_counted(sinks, bad, updates, tmp_path, capsys
     """Two passes of eight batches in windows of two. In one window of a pass a value may be infinite."""
     x = X.copy()
     x[bad if bad is not None else []] = np.inf
-    events, settings = [], {"accumulation_steps": 2, "learning_rate": 0.002}
-
-    class Listening(train.Callback):
-        def on_update_end(self, event):
-            events.append((event.batch, event.updates, event.skipped_updates))
-
-    callbacks = [Listening(), ProgressBar(live=False), StateCheckpoint(tmp_path)]
+    settings, listener = {"accumulation_steps": 2, "learning_rate": 0.002}, Listener()
+    callbacks = [listener, ProgressBar(live=False), StateCheckpoint(tmp_path)]
     toy(**settings)[1].train(2, batches(1, x), callbacks, dataset_sink_mode=True)
-    ends = events if sinks == ms.GRAPH_MODE else events[3::4]
+    told = [each[1:] for each in listener.told if each[0] == "update_end"]
+    ends = told if sinks == ms.GRAPH_MODE else told[3::4]
     assert ends == [(8, updates[0], 4 - updates[0]), (16, updates[1], 8 - updates[1])]
     assert f"{updates[1]} updates" in capsys.readouterr().out
     assert load_state(toy(**settings)[1], tmp_path)[1:3] == (16, updates[1])

@@ -96,32 +96,31 @@ def test_a_second_dataset_that_is_drawn_by_hand_ends_nothing():
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4), (5, 6)), rel=1e-5)
 
 
+def updates_of_pairs(accumulator, pairs):
+    ends = []
+    for pair in pairs:
+        with accumulator.accumulate():
+            accumulator.driver.recognise(pair)
+            accumulator.backward(*pair[0])
+            accumulator.step()
+        ends.append(accumulator.updated)
+    return ends
+
+
 @pytest.mark.parametrize("order", [1, -1], ids=["shorter first", "longer first"])
 def test_two_datasets_side_by_side_end_with_the_shorter_one(order):
     _, accumulator = toy_loop(4)
     others = [batch(row) for row in range(11, 20)]
     for _ in range(2):
-        ends = []
-        for pair in zip(*accumulator.prepare(*(SIX, others)[::order]), strict=False):
-            with accumulator.accumulate():
-                accumulator.driver.recognise(pair)
-                accumulator.backward(*pair[0])
-                accumulator.step()
-            ends.append(accumulator.updated)
-        assert ends == ENDS_OF_SIX
+        pairs = zip(*accumulator.prepare(*(SIX, others)[::order]), strict=False)
+        assert updates_of_pairs(accumulator, pairs) == ENDS_OF_SIX
 
 
 def test_a_dataset_that_is_trained_with_another_one_and_begins_anew_ends_one_window():
     _, accumulator = toy_loop(8)
     outer, inner = accumulator.prepare(SIX, [batch(9), batch(10)])
     again = itertools.chain.from_iterable(inner for _ in range(9))
-    ends = []
-    for pair in zip(outer, again, strict=False):
-        with accumulator.accumulate():
-            accumulator.driver.recognise(pair)
-            accumulator.backward(*pair[0])
-            accumulator.step()
-            ends.append(accumulator.updated)
+    ends = updates_of_pairs(accumulator, zip(outer, again, strict=False))
     assert ends == [False, True, False, False, False, True]
 
 

@@ -11,7 +11,6 @@ from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 
 def resident():
-    """Resident memory of this process. Unit: bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -23,11 +23,9 @@ from mindspore.train import (
 )
 from refusal import refuses
 
-from ms_gradaccum import ClipByGlobalNorm, Model
+from ms_gradaccum import ClipByGlobalNorm, Model, StepOutput
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
 
 
 def loss_of(weight, *rows):
@@ -46,7 +44,7 @@ def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(mode):
     (inside, *_), (end, optimizer, train_network) = found
     inside, end = inside._asdict(), end._asdict()
     assert optimizer is train_network.optimizer and train_network is model.train_network
-    assert tuple(inside) == tuple(end) == FIELDS
+    assert tuple(inside) == tuple(end) == StepOutput._fields
     assert all(isinstance(item, Tensor) for item in (*inside.values(), *end.values()))
     # What only an update can tell is NaN inside a window. The gradient at weight 0 is 4 * mean(x * x) = 102.
     unknown = (float("nan"),) * 3
@@ -148,17 +146,18 @@ def restored_signal():
     signal.signal(signal.SIGTERM, before)
 
 
-class Terminate(ms.train.Callback):
+def terminate(run_context):
     """Stop the process in the second batch, as a scheduler does that wants its machine back."""
+    if run_context.original_args().cur_step_num == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_train_step_begin(self, run_context):
-        if run_context.original_args().cur_step_num == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+
+TERMINATE = LambdaCallback(on_train_step_begin=terminate)
 
 
 def test_on_request_exit_saves_the_weights_and_the_graph(restored_signal, tmp_path):
     network, model = toy(accumulation_steps=3)
-    model.train(1, batches(2), [Terminate(), OnRequestExit(file_name="toy", directory=str(tmp_path))])
+    model.train(1, batches(2), [TERMINATE, OnRequestExit(file_name="toy", directory=str(tmp_path))])
     saved = ms.load_checkpoint(str(tmp_path / "rank_0" / "toy_train.ckpt"))
     assert saved["weight"].asnumpy().item() == weight_of(network) == pytest.approx(2.9912)
     assert (tmp_path / "rank_0" / "toy_train.mindir").exists()
@@ -170,7 +169,7 @@ def test_a_graceful_exit_saves_the_open_window_and_stops(restored_signal, tmp_pa
         _, model = toy(accumulation_steps=3, last_window="carry")
         exits = OnRequestExit(save_mindir=False, file_name="toy", directory=str(tmp_path))
     recorder = Recorder()
-    model.train(5, batches(2), [Terminate(), exits, recorder])
+    model.train(5, batches(2), [TERMINATE, exits, recorder])
     # The signal arrives in the second batch: it ends there or, noticed at the start of a batch, in the third.
     batches_done = len(recorder.outputs)
     assert batches_done in (2, 3)

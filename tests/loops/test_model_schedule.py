@@ -1,4 +1,4 @@
-"""Windows whose number of batches follows a schedule, in a Model and in a step: next to a loop by hand."""
+"""Windows whose number of batches follows a schedule, in a Model, a step and a loop: next to a loop by hand."""
 
 import mindspore as ms
 import pytest
@@ -7,7 +7,7 @@ from loop_toy import FOUR, updates_of
 from refusal import refuses
 from step_probe import Around, compilations
 
-from ms_gradaccum import Accumulator, BySamples, StateCheckpoint, load_state, save_state
+from ms_gradaccum import Accumulator, BySamples, StateCheckpoint
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.settings import check_step
 from ms_gradaccum.training.window_length import WindowLength
@@ -108,21 +108,6 @@ def test_a_training_that_was_stopped_goes_on_with_its_window(stop_after, name, l
     assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
 
 
-def test_a_step_follows_updates_and_samples(tmp_path):
-    for name in ("updates", "samples"):
-        schedule, length_of = SCHEDULES[name]
-        network, step = toy_step(learning_rate=RATE, accumulation_steps=schedule, check_loss=False)
-        lengths = []
-        for x, y in FOUR * EPOCHS:
-            lengths.append(step.accumulation_steps)
-            step(x, y)
-        windows, _ = by_hand(length_of, "carry")
-        assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-5)
-        assert lengths[: len(windows[0]) // 2] == [len(windows[0]) // 2] * (len(windows[0]) // 2)
-        save_state(step, tmp_path / name)
-        load_state(step, tmp_path / name)
-
-
 def test_a_function_is_asked_once_for_a_window():
     coming = iter([2, 3, 1])
     settings = {"accumulation_steps": lambda updates: next(coming), "check_loss": False}
@@ -148,11 +133,12 @@ def test_a_loop_trains_the_windows_of_a_schedule(name):
     assert accumulator.gradient_accumulation_steps == 1
 
 
-def test_a_step_alone_knows_no_epochs():
-    _, step = toy_step(accumulation_steps={0: 2}, check_loss=False)
-    with refuses(ValueError, "'accumulation_steps'", "counts epochs"):
-        step(*FOUR[0])
-    assert step.events.batches == 0
+def test_a_step_alone_knows_no_epochs_and_checks_what_a_function_returns():
+    for steps, said in (({0: 2}, "counts epochs"), (lambda updates: 0, "'accumulation_steps(0)'")):
+        _, step = toy_step(accumulation_steps=steps, check_loss=False)
+        with refuses(ValueError, "accumulation_steps", said):
+            step(*FOUR[0])
+        assert step.events.batches == 0
 
 
 def test_a_larger_graph_follows_no_schedule(mode):
@@ -181,12 +167,6 @@ def test_a_data_sink_follows_no_schedule(monkeypatch):
 def test_wrong_numbers_of_samples_are_refused(steps, batch_size, name, error):
     with refuses(error, f"'{name}'"):
         BySamples(steps, batch_size)
-
-
-def test_what_a_function_returns_is_checked():
-    _, step = toy_step(accumulation_steps=lambda updates: 0)
-    with refuses(ValueError, "'accumulation_steps(0)'"):
-        step(*FOUR[0])
 
 
 def test_the_compiler_partitions_no_schedule():

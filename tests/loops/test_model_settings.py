@@ -6,41 +6,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import batches, descend, line, mse, sgd, weight_of
-from mindspore import ParameterTuple, nn, ops
+from mindspore import nn
 from refusal import all_warnings, refuses
+from step_probe import Around, OwnTrainStep
 
 from ms_gradaccum import ClipByGlobalNorm, DataParallel, GradAccumulation, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
 # An update for each of the four batches of the toy, as a training cell makes it.
 EACH_BATCH = [(1, 2), (3, 4), (5, 6), (7, 8)]
-
-
-class OwnTrainStep(nn.Cell):
-    """A training cell; its optimizer may be where no cell shows it."""
-
-    def __init__(self, network, optimizer, hides=False):
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.update = [optimizer] if hides else optimizer
-        self.hides = hides
-        self.weights = ParameterTuple(network.trainable_params())
-        self.gradient = ops.GradOperation(get_by_list=True)
-
-    def construct(self, *batch):
-        loss = self.network(*batch)
-        grads = self.gradient(self.network, self.weights)(*batch)
-        update = self.update[0] if self.hides else self.update
-        return ops.depend(loss, update(grads))
-
-
-class Around(nn.Cell):
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, *batch):
-        return self.step(*batch)[0]
 
 
 def parts():
@@ -56,24 +30,23 @@ CELLS = {
 }
 
 
+SETTINGS = {
+    "accumulation_steps": 4,
+    "clip": ClipByGlobalNorm(1.0),
+    "mixed_precision": "fp16",
+    "parallel": DataParallel(),
+    "last_window": "drop",
+    "bad_micro_batch": "drop",
+    "compile": True,
+}
+
+
 @pytest.mark.parametrize("kind", CELLS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"accumulation_steps": 4},
-        {"clip": ClipByGlobalNorm(1.0)},
-        {"mixed_precision": "fp16"},
-        {"parallel": DataParallel()},
-        {"last_window": "drop"},
-        {"bad_micro_batch": "drop"},
-        {"compile": True},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_beside_a_training_cell_are_refused(kind, settings):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_beside_a_training_cell_are_refused(kind, name):
     _, loss, optimizer = parts()
-    with refuses(ValueError, next(iter(settings)), "loss cell inside"):
-        Model(CELLS[kind](loss, optimizer), **settings)
+    with refuses(ValueError, name, "loss cell inside"):
+        Model(CELLS[kind](loss, optimizer), **{name: SETTINGS[name]})
 
 
 @pytest.mark.parametrize("kind", CELLS)
@@ -89,14 +62,10 @@ def test_a_training_without_an_optimizer_ends_before_anything_runs(wrap, setting
     network, loss, _ = parts()
     model = Model(wrap(loss), **settings)
     begun = []
-
-    class Begun(ms.train.Callback):
-        def on_train_begin(self, run_context):
-            begun.append(True)
-
+    beginning = ms.train.LambdaCallback(on_train_begin=begun.append)
     for train in (model.train, model.fit):
         with refuses(ValueError, "'optimizer'", "given for a training"):
-            train(1, batches(2), callbacks=[Begun()])
+            train(1, batches(2), callbacks=[beginning])
     assert not begun and weight_of(network) == 0.0
 
 

@@ -35,16 +35,6 @@ def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
     assert not np.isclose(weights[-1], descend((1, 2), (3, 4), (5, 6), (7, 8)))
 
 
-def test_zero_grad_throws_a_full_window_away():
-    network, accumulator = own_loop(1)
-    optimizer = accumulator.prepare(optimizer_of(accumulator))
-    accumulator.backward(*FOUR[0])
-    optimizer.zero_grad()
-    assert weight_of(network) == 0
-    accumulator.backward(*FOUR[1])
-    assert optimizer.step().weight == 2 and weight_of(network) == pytest.approx(descend((3, 4)), rel=1e-6)
-
-
 def test_two_optimizers_of_a_network_make_one_update():
     network = nn.SequentialCell(nn.Dense(1, 1, weight_init="ones"), nn.Dense(1, 1, weight_init="ones"))
     optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
@@ -108,6 +98,5 @@ def test_each_name_is_taken_by_itself_and_a_loop_that_relies_on_the_other_ends_l
     accumulator.backward(*FOUR[0])
     optimizer.zero_grad()  # that of the loop
     assert accumulator.drop() == 0
-    accumulator.backward(*FOUR[0])
     with pytest.raises(TypeError, match="gradients"):
         optimizer.step()

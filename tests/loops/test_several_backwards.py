@@ -6,6 +6,7 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import momentum
 from mindspore import Tensor, _c_expression, nn, ops
 from mindspore.amp import StaticLossScaler
 from mindspore.common.api import _pynative_executor
@@ -43,10 +44,6 @@ class BothLosses(nn.Cell):
         return self.critic(real, 1.0) + self.critic(fake, 0.0)
 
 
-def momentum(network):
-    return nn.Momentum(network.trainable_params(), 0.5, 0.9)
-
-
 def values_of(network):
     return [parameter.asnumpy() for parameter in network.trainable_params()]
 
@@ -54,7 +51,7 @@ def values_of(network):
 def whole_windows():
     """MindSpore's own step on the sum of both losses over all rows of each window."""
     critic = Critic()
-    step = nn.TrainOneStepCell(BothLosses(critic), momentum(critic)).set_train()
+    step = nn.TrainOneStepCell(BothLosses(critic), momentum(critic, 0.5)).set_train()
     losses = [number(step(Tensor(REAL[rows]), Tensor(FAKE[rows]))) for rows in WINDOWS]
     return losses, values_of(critic)
 
@@ -82,7 +79,7 @@ def test_losses_that_have_a_backward_pass_of_their_own(backward_of_tensors, opti
     losses, expected = whole_windows()
     backward_of_tensors()
     critic = Critic()
-    optimizer = momentum(critic)
+    optimizer = momentum(critic, 0.5)
     accumulator = Accumulator(critic, optimizer, 2, **options)
     accumulator.prepare(optimizer)
     critic.layer.weight.grad = Tensor(np.ones((1, 3), np.float32))  # Left there by somebody else.
@@ -103,11 +100,11 @@ def test_losses_that_have_a_backward_pass_of_their_own(backward_of_tensors, opti
 
 def test_gradients_of_functions_and_of_losses_take_turns(backward_of_tensors):
     critic, twin = (Critic() for _ in range(2))
-    step = nn.TrainOneStepCell(twin, momentum(twin)).set_train()
+    step = nn.TrainOneStepCell(twin, momentum(twin, 0.5)).set_train()
     for rows in WINDOWS:
         step(Tensor(REAL[rows]), 1.0)
     backward_of_tensors()
-    accumulator = Accumulator(critic, momentum(critic), 2)
+    accumulator = Accumulator(critic, momentum(critic, 0.5), 2)
     for number_of_batch, rows in enumerate(BATCHES):
         with accumulator.accumulate():
             if number_of_batch % 2:
@@ -123,7 +120,7 @@ def test_gradients_of_functions_and_of_losses_take_turns(backward_of_tensors):
 def test_a_loop_that_calls_loss_backward_alone_is_named(backward_of_tensors, prepares):
     backward_of_tensors()
     critic = Critic()
-    optimizer = momentum(critic)
+    optimizer = momentum(critic, 0.5)
     accumulator = Accumulator(critic, optimizer)
     stepper = accumulator.prepare(optimizer) if prepares else accumulator
     with warns("step() must follow") as told:
@@ -158,4 +155,4 @@ def test_an_update_does_not_move_the_loss_of_before(monkeypatch):
 def test_a_tensor_without_a_backward_pass_is_refused():
     critic = Critic()
     with refuses(TypeError, "Call backward"):
-        Accumulator(critic, momentum(critic)).backward(critic(Tensor(REAL), 1.0))
+        Accumulator(critic, momentum(critic, 0.5)).backward(critic(Tensor(REAL), 1.0))

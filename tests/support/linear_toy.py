@@ -30,6 +30,10 @@ def sgd(network, learning_rate=0.02):
     return nn.SGD(network.trainable_params(), learning_rate)
 
 
+def momentum(network, learning_rate=0.02):
+    return nn.Momentum(network.trainable_params(), learning_rate, 0.9)
+
+
 def mse(network):
     return nn.WithLossCell(network, nn.MSELoss())
 

@@ -52,7 +52,7 @@ class Mutation:
 
 
 WHOLE_BATCH = ("training/test_train_step.py", "training/test_grad_accumulation.py", "programs/test_losses.py")
-CLIPS = ("gradients/test_grad_clip.py", "gradients/test_clip_and_scale.py", "gradients/test_loss_scale.py")
+CLIPS = ("gradients/test_grad_clip.py", "gradients/test_loss_scale.py")
 RANKS = ("distributed/test_parallel.py", "distributed/test_parallel_precision.py")
 STATES = ("checkpoint/test_state.py", "checkpoint/test_state_objects.py")
 

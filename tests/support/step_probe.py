@@ -1,6 +1,7 @@
 """Helpers of the tests of the training step: gradients and compilations that can be looked at."""
 
 from contextlib import contextmanager
+from functools import partialmethod
 from unittest import mock
 
 import mindspore as ms
@@ -8,9 +9,9 @@ import numpy as np
 from linear_toy import X
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.api import _cell_graph_executor
-from mindspore.train import mind_ir_pb2
+from mindspore.train import Callback, mind_ir_pb2
 
-from ms_gradaccum import GradAccumulation, StepOutput, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, StepEvent, StepOutput, TrainOneStepCell
 from ms_gradaccum.backend.compiled import Method
 
 
@@ -46,6 +47,63 @@ class Around(nn.Cell):
 
     def construct(self, *inputs):
         return self.step(*inputs)
+
+
+class Listener(Callback):
+    """Notes what it is told: the name without "on_", the counts, and the loss if there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+        self.events = []
+
+    def note(self, name, event):
+        assert isinstance(event, StepEvent)
+        self.events.append(event)
+        place = (event.batch,) if event.micro_batch is None else (event.batch, event.micro_batch, event.rows)
+        self.told.append((name, *place, event.updates, event.skipped_updates))
+
+    on_micro_batch_begin = partialmethod(note, "micro_batch_begin")
+    on_micro_batch_end = partialmethod(note, "micro_batch_end")
+    on_update_begin = partialmethod(note, "update_begin")
+    on_update_end = partialmethod(note, "update_end")
+
+    def outputs(self):
+        return [event.output for event in self.events if event.output is not None]
+
+    def ends(self):
+        """The updates and the skipped ones at the end of each window."""
+        return [told[-2:] for told in self.told if told[0] == "update_end"]
+
+
+class OwnTrainStep(nn.Cell):
+    """The training cell that many projects write for themselves; its optimizer may be where no cell shows it."""
+
+    def __init__(self, network, optimizer, hides=False):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.update = [optimizer] if hides else optimizer
+        self.hides = hides
+        self.weights = ParameterTuple(network.trainable_params())
+        self.gradient = ops.GradOperation(get_by_list=True)
+
+    def construct(self, *batch):
+        loss = self.network(*batch)
+        grads = self.gradient(self.network, self.weights)(*batch)
+        update = self.update[0] if self.hides else self.update
+        return ops.depend(loss, update(grads))
+
+
+class Squared(nn.Cell):
+    """A loss cell, or a part of one, that MindSpore compiles in PYNATIVE mode."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    @ms.jit
+    def construct(self, x, y):
+        return ops.mse_loss(self.dense(x), y)
 
 
 class Weights(nn.Cell):

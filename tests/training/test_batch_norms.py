@@ -1,12 +1,11 @@
 """BatchNorm in training: which classes are warned of, and when."""
 
-import warnings
-
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import batches, sgd
 from mindspore import Parameter, Tensor, mint, nn, ops
+from refusal import all_warnings
 
 from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 
@@ -32,8 +31,7 @@ def warnings_of(norm, axes, micro_size=2, training=True, outer=lambda step: lamb
     cell = Normalised(norm).set_train(training)
     step = TrainOneStepCell(GradAccumulation(cell, micro_size), nn.SGD(cell.trainable_params(), 0.1), **settings)
     x = Tensor(np.random.default_rng(0).normal(size=SHAPES[axes]).astype(np.float32))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         loss = outer(step)(x)
     assert np.isfinite(loss.asnumpy())
     said = [str(warning.message) for warning in caught]
@@ -52,6 +50,9 @@ def test_each_batch_norm_of_mindspore_trains_and_is_warned_of(axes, eager):
     assert warnings_of(build(2, use_batch_statistics=False), axes) == []
     assert warnings_of(build(2), axes, training=False) == []
     assert len(warnings_of(build(2, use_batch_statistics=True), axes, training=False)) == 1
+    # One batch that is whole has the statistics of the whole batch.
+    assert warnings_of(build(2), axes, micro_size=1) == []
+    assert len(warnings_of(build(2), axes, micro_size=1, accumulation_steps=2)) == 1
 
 
 def test_a_step_in_a_larger_graph_is_warned_of_as_one_that_python_calls(eager):
@@ -72,26 +73,9 @@ def test_a_step_in_a_larger_graph_is_warned_of_as_one_that_python_calls(eager):
 def test_an_lstm_that_drops_nothing_trains_in_evaluation_mode(share, told, eager):
     cell = Recurrent(nn.LSTM(2, 2, 2, dropout=share))
     step = TrainOneStepCell(cell, nn.SGD(cell.trainable_params(), 0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         step(Tensor(np.ones((3, 4, 2), np.float32)))
     assert sum("is in evaluation mode" in str(each.message) for each in caught) == told
-
-
-def test_one_batch_that_is_whole_has_the_statistics_of_the_whole_batch(eager):
-    assert warnings_of(nn.BatchNorm1d(2), 1, micro_size=1) == []
-    assert len(warnings_of(nn.BatchNorm1d(2), 1, micro_size=1, accumulation_steps=2)) == 1
-
-
-class Frozen(nn.BatchNorm2d):
-    """As in detection: training or not, the statistics stay."""
-
-    def __init__(self, channels):
-        super().__init__(channels, use_batch_statistics=False)
-
-
-def test_a_subclass_goes_by_what_it_says(eager):
-    assert warnings_of(Frozen(2), 2) == []
 
 
 @pytest.mark.parametrize("kind", [mint.nn.BatchNorm2d, nn.SyncBatchNorm, mint.nn.SyncBatchNorm])
@@ -145,8 +129,6 @@ def test_the_function_goes_by_what_it_is_given(kind, count, eager):
 
 
 class Blocks(nn.Cell):
-    """A block with a BatchNorm and Dropout, and a layer after it."""
-
     def __init__(self, **settings):
         super().__init__()
         self.block = nn.SequentialCell(nn.Dense(1, 2, "ones"), nn.BatchNorm1d(2, **settings), nn.Dropout(p=0.5))
@@ -157,10 +139,8 @@ class Blocks(nn.Cell):
 
 
 def woken_by_model(network, callbacks=None):
-    """Return the warnings of a Model that trains the network twice, with an evaluation in between."""
     model = Model(GradAccumulation(network, 2), nn.MSELoss(), sgd(network), metrics={"loss"})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         model.train(1, batches(4), callbacks=callbacks)
         model.eval(batches(4))
         model.train(1, batches(4), callbacks=callbacks)
@@ -204,13 +184,9 @@ def test_another_step_on_the_same_cell_changes_nothing_of_what_is_warned_of(firs
     cell = Normalised(nn.BatchNorm1d(2)).set_train()
     loss_cell = GradAccumulation(cell, 1)
     before = set(vars(loss_cell))
-    steps = [
-        TrainOneStepCell(loss_cell, nn.SGD(cell.trainable_params(), 0.1), accumulation_steps=steps)
-        for steps in (first, second)
-    ]
+    steps = [TrainOneStepCell(loss_cell, sgd(cell), accumulation_steps=steps) for steps in (first, second)]
     for step, batches_of_one in zip(steps, (first, second)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             step(Tensor(np.random.default_rng(0).normal(size=SHAPES[1]).astype(np.float32)))
         said = [each for each in caught if "takes the mean and the variance" in str(each.message)]
         assert len(said) == (batches_of_one > 1)

@@ -29,8 +29,6 @@ def test_mindspore_divides_by_the_rows_of_the_first_batch_of_the_process():
 
 
 class CalledLoss(nn.Cell):
-    """The function without its cell."""
-
     def construct(self, logits, y):
         return ops.binary_cross_entropy_with_logits(logits, y, ops.ones_like(y), ops.ones_like(y), "mean")
 

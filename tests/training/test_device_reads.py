@@ -4,8 +4,9 @@ from contextlib import contextmanager
 
 import mindspore as ms
 import pytest
-from linear_toy import X, line, sgd, toy_step
-from mindspore import Tensor, nn
+from linear_toy import X, line, mse, sgd, toy_step
+from loop_toy import FOUR
+from mindspore import Tensor
 from step_probe import Around, tensors
 from structure import counts_of, seen
 
@@ -47,7 +48,7 @@ def trained_by_step(accumulation_steps, micro_size, **settings):
 
 def trained_by_loop(accumulation_steps, micro_size, **settings):
     network = line()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    loss_cell = GradAccumulation(mse(network), micro_size)
     accumulator = Accumulator(loss_cell, sgd(network, 1e-3), accumulation_steps, check_loss=False, **settings)
 
     def batch():
@@ -82,10 +83,9 @@ def test_an_update_reads_the_device_twice_and_a_batch_never(
 
 
 def middle(path):
-    """Save a step of four batches after its third one."""
     _, step = toy_step(accumulation_steps=4)
-    for i in range(0, 6, 2):
-        step(*(Tensor(part[i : i + 2].asnumpy()) for part in BATCH))
+    for each in FOUR[:3]:
+        step(*each)
     ms.save_checkpoint(step, str(path))
     return step
 
@@ -94,18 +94,17 @@ def middle(path):
 def test_the_number_of_batches_is_that_of_whoever_wrote_it_last(how, tmp_path):
     saved = middle(tmp_path / "middle.ckpt")
     network, step = toy_step(accumulation_steps=4)
-    rows = [[Tensor(part[i : i + 2].asnumpy()) for part in BATCH] for i in range(0, 8, 2)]
-    step(*rows[3])  # Now it knows that there is one batch.
+    step(*FOUR[3])  # Now it knows that there is one batch.
     if how == "graph":
         as_graph = Around(step)
-        as_graph(*rows[3])
-        as_graph(*rows[3])
+        as_graph(*FOUR[3])
+        as_graph(*FOUR[3])
     elif how == "load_param_into_net":
         ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
     else:
         for ours, its in zip(step.get_parameters(), saved.get_parameters()):
             getattr(ours, how)(Tensor(its.asnumpy()))
-    assert step(*rows[3]).updated and step.open_batches() == 0
+    assert step(*FOUR[3]).updated and step.open_batches() == 0
     if how != "graph":
         assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
 

@@ -2,12 +2,12 @@
 
 import gc
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, line, mse, sgd
 from mindspore import Tensor, mint, nn
 from quick_mindspore import compiling
 from refusal import warns
@@ -26,12 +26,12 @@ OPTIMIZERS = {
 
 
 def step_of(network, optimizer):
-    step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4), optimizer, check_loss=False)
+    step = TrainOneStepCell(GradAccumulation(mse(network), 4), optimizer, check_loss=False)
     return step, lambda: step(*BATCH)
 
 
 def loop_of(network, optimizer):
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, check_loss=False)
+    accumulator = Accumulator(mse(network), optimizer, check_loss=False)
 
     def train():
         accumulator.backward(*BATCH)
@@ -41,14 +41,20 @@ def loop_of(network, optimizer):
 
 
 class ByHand(nn.Cell):
-    """An update as part of a graph."""
-
     def __init__(self, optimizer):
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
 
     def construct(self, grads):
         return self.optimizer((grads,))
+
+
+@contextmanager
+def unnamed():
+    """Let a direct call that is named be an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*was also called directly")
+        yield
 
 
 OWNERS = {step_of: "TrainOneStepCell", loop_of: "Accumulator"}
@@ -64,14 +70,12 @@ def test_a_direct_call_is_named_once(build, name, mode):
     optimizer = OPTIMIZERS[name](network.trainable_params())
     optimizer(GRADS)  # It belongs to nobody yet; a graph of it is compiled.
     kept, train = build(network, optimizer)
-    with warnings.catch_warnings(), nullcontext() if name == "nn.SGD" else compiling("the optimizer"):
-        warnings.filterwarnings("error", ".*was also called directly")
+    with unnamed(), nullcontext() if name == "nn.SGD" else compiling("the optimizer"):
         train()
         train()
     with warns(f"For '{OWNERS[build]}'", "was also called directly"):
         optimizer(GRADS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*was also called directly")
+    with unnamed():
         optimizer(GRADS)
         train()
 
@@ -87,8 +91,7 @@ def test_a_call_in_a_graph_of_the_users_is_named(mode):
 
 
 def test_nobody_else_is_named(mode, tmp_path):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*was also called directly")
+    with unnamed():
         network = line()
         optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
         step, train = step_of(network, optimizer)
@@ -109,8 +112,7 @@ def test_nobody_else_is_named(mode, tmp_path):
 def test_a_step_in_a_larger_graph_calls_its_optimizer_itself(mode):
     network = line()
     step, _ = step_of(network, sgd(network))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*was also called directly")
+    with unnamed():
         Around(step)(*BATCH)
     assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
 
@@ -121,8 +123,7 @@ def test_a_step_that_is_gone_but_not_collected_owns_no_optimizer(mode):
     step, train = step_of(network, optimizer)
     step.cycle = [step]
     del step, train
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*was also called directly")
+    with unnamed():
         optimizer(GRADS)
 
 
@@ -150,9 +151,7 @@ def test_a_call_of_its_own_is_called_op_by_op(build, eager):
     network = line()
     optimizer = Logged(network.trainable_params(), 0.01)
     _, train = build(network, optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with unnamed():
         for _ in range(3):
             train()
     assert optimizer.seen == 3
-    assert [str(each.message) for each in caught if "was also called directly" in str(each.message)] == []

@@ -1,44 +1,15 @@
 """The events of micro batches and updates that callbacks get, and their order."""
 
 import pytest
-from linear_toy import X, batches, line, sgd, toy, toy_step
-from mindspore import Tensor, nn
-from mindspore.train import Callback
+from linear_toy import X, batches, line, mse, sgd, toy, toy_step
+from loop_toy import own_loop
+from mindspore import Tensor
+from mindspore.train import LambdaCallback
+from step_probe import Listener
 
-from ms_gradaccum import Accumulator, GradAccumulation, StepEvent
-from ms_gradaccum.loops.epoch import PassSteps
+from ms_gradaccum import Accumulator, GradAccumulation
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-
-class Listener(Callback):
-    """Notes what it is told: the name without "on_", the counts, and the loss if there is one."""
-
-    def __init__(self):
-        super().__init__()
-        self.told = []
-        self.events = []
-
-    def note(self, name, event):
-        assert isinstance(event, StepEvent)
-        self.events.append(event)
-        place = (event.batch,) if event.micro_batch is None else (event.batch, event.micro_batch, event.rows)
-        self.told.append((name, *place, event.updates, event.skipped_updates))
-
-    def on_micro_batch_begin(self, event):
-        self.note("micro_batch_begin", event)
-
-    def on_micro_batch_end(self, event):
-        self.note("micro_batch_end", event)
-
-    def on_update_begin(self, event):
-        self.note("update_begin", event)
-
-    def on_update_end(self, event):
-        self.note("update_end", event)
-
-    def outputs(self):
-        return [event.output for event in self.events if event.output is not None]
 
 
 @pytest.fixture
@@ -66,6 +37,7 @@ EXPECTED = [
     *update(3, (1, 0), (2, 0)),
 ]
 ROWS = [Tensor(X[:3])] * 3
+MICRO_BATCH, UPDATE = ["micro_batch_begin", "micro_batch_end"], ["update_begin", "update_end"]
 
 
 def test_the_order_of_a_training_step(listener):
@@ -79,8 +51,7 @@ def test_the_order_of_a_training_step(listener):
 
 def test_the_order_of_a_loop_with_its_last_window(listener):
     network = line()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-    accumulator = Accumulator(loss_cell, sgd(network), 2)
+    accumulator = Accumulator(GradAccumulation(mse(network), 2), sgd(network), 2)
     accumulator.add_callback(listener)
     for x in accumulator.prepare(ROWS):
         with accumulator.accumulate():
@@ -91,9 +62,52 @@ def test_the_order_of_a_loop_with_its_last_window(listener):
     assert listener.told == EXPECTED
 
 
+def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows(listener):
+    _, accumulator = own_loop(2)
+    accumulator.add_callback(listener)
+    for _ in range(2):
+        accumulator((Tensor([[1.0]]),), weight=4)
+    first, second = (micro_batch(batch, 0, None, 0, 0) for batch in (1, 2))
+    assert listener.told == [*first, *second, *update(2, (0, 0), (1, 0))]
+
+
+def test_of_several_networks_each_update_is_told(listener):
+    cells = [mse(line()) for _ in range(2)]
+    accumulator = Accumulator(cells, [sgd(cell) for cell in cells])
+    accumulator.add_callback(listener)
+    with accumulator.accumulate():
+        for cell in cells:
+            accumulator.backward(ROWS[0], ROWS[0], network=cell)
+        accumulator.step()
+    assert [told[0] for told in listener.told] == 2 * MICRO_BATCH + 2 * UPDATE
+    assert {told[1] for told in listener.told} == {1}
+
+
+def test_model_tells_its_callbacks_while_it_trains_and_no_longer(listener):
+    _, model = toy(micro_size=2, accumulation_steps=3)
+    model.train(2, batches(2), callbacks=[listener])  # four batches an epoch, the last one flushed
+    names = [told[0] for told in listener.told]
+    assert names == 2 * (6 * MICRO_BATCH + UPDATE + 2 * MICRO_BATCH + UPDATE)
+    assert listener.told[-1] == ("update_end", 8, 4, 0)
+    model.train(1, batches(8))
+    assert len(listener.told) == len(names)
+
+
+def test_a_callback_that_is_added_while_a_model_trains_stays(listener):
+    _, model = toy()
+
+    def add(run_context):
+        if not listener.told:
+            run_context.original_args().train_network.add_callback(listener)
+
+    adds = LambdaCallback(on_train_begin=add)
+    for updates in (1, 2):
+        model.train(1, batches(8), callbacks=[adds])
+        assert listener.told[-1] == ("update_end", updates, updates, 0)
+
+
 def test_a_batch_that_begins_a_window_anew_is_counted_once(listener):
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    _, accumulator = own_loop(2)
     accumulator.add_callback(listener)
     for number in range(2):
         with accumulator.accumulate():
@@ -105,81 +119,3 @@ def test_a_batch_that_begins_a_window_anew_is_counted_once(listener):
         ("update_end", 2),
         ("micro_batch_end", 2),
     ]
-
-
-def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows(listener):
-    network = line()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
-    accumulator.add_callback(listener)
-    for _ in range(2):
-        accumulator((Tensor([[1.0]]),), weight=4)
-    first, second = (micro_batch(batch, 0, None, 0, 0) for batch in (1, 2))
-    assert listener.told == [*first, *second, *update(2, (0, 0), (1, 0))]
-
-
-def test_of_several_networks_each_update_is_told(listener):
-    networks = [line(), line()]
-    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
-    accumulator = Accumulator(cells, [sgd(network) for network in networks])
-    accumulator.add_callback(listener)
-    with accumulator.accumulate():
-        for cell in cells:
-            accumulator.backward(ROWS[0], ROWS[0], network=cell)
-        accumulator.step()
-    assert [told[0] for told in listener.told] == 2 * ["micro_batch_begin", "micro_batch_end"] + 2 * [
-        "update_begin",
-        "update_end",
-    ]
-    assert {told[1] for told in listener.told} == {1}
-
-
-def test_model_tells_its_callbacks_while_it_trains_and_no_longer(listener):
-    _, model = toy(micro_size=2, accumulation_steps=3)
-    model.train(2, batches(2), callbacks=[listener])  # four batches an epoch
-    names = [told[0] for told in listener.told]
-    window = 3 * 2 * ["micro_batch_begin", "micro_batch_end"] + ["update_begin", "update_end"]
-    flushed = 2 * ["micro_batch_begin", "micro_batch_end"] + ["update_begin", "update_end"]
-    assert names == 2 * (window + flushed)
-    assert listener.told[-1] == ("update_end", 8, 4, 0)
-    model.train(1, batches(8))
-    assert len(listener.told) == len(names)
-
-
-def test_a_callback_that_is_added_while_a_model_trains_stays(listener):
-    _, model = toy()
-
-    class Adds(Callback):
-        def on_train_begin(self, run_context):
-            if not listener.told:
-                run_context.original_args().train_network.add_callback(listener)
-
-    adds = Adds()
-    for updates in (1, 2):
-        model.train(1, batches(8), callbacks=[adds])
-        assert listener.told[-1] == ("update_end", updates, updates, 0)
-
-
-def test_a_callback_that_is_added_again_hears_each_event_once(listener):
-    _, step = toy_step(2)
-    for _ in range(2):
-        step.add_callback(listener)
-        step(*ROWS[:1] * 2)
-    assert [told[0] for told in listener.told].count("update_end") == 2
-
-
-def test_model_tells_of_the_update_of_a_graph(listener):
-    """In data sink mode the step is not called from Python, and its output comes as a plain tuple."""
-    _, model = toy()
-    output = model.train_network(Tensor(X), Tensor(2 * X))
-
-    class Context:
-        net_outputs, cur_step_num, batch_num, cur_epoch_num = tuple(output._asdict().values()), 1, 4, 1
-
-        def original_args(self):
-            return self
-
-    steps = PassSteps(model, [], batches(2), 0, 1)
-    with model.train_network.events.listening([listener]):
-        steps.on_train_step_end(Context())
-    assert [told[0] for told in listener.told] == ["update_end"]
-    assert [told._asdict() for told in listener.outputs()] == [output._asdict()]

@@ -32,15 +32,9 @@ class Regression(nn.Cell):
 
 
 def regression_by_hand(x, y):
-    """Loss and gradients of Regression in float64."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     error = x @ np.linspace(-1, 1, x.shape[1]).astype(np.float32) + 0.5 - y
     return np.mean(error**2), [2 * error @ x / len(x), np.array([2 * np.mean(error)])]
-
-
-@functools.cache
-def regression_step(columns):
-    return keeping_step(Regression(columns))
 
 
 def random_batch(seed, rows, columns):
@@ -50,15 +44,25 @@ def random_batch(seed, rows, columns):
     return x.astype(np.float32), y.astype(np.float32)
 
 
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5) | st.lists(st.integers(1, 20), min_size=1, max_size=1)
+
+
+@functools.cache
+def windows_of_many(columns):
+    return keeping_step(Regression(columns), accumulation_steps=100)
+
+
 @settings(max_examples=share_of(60), deadline=None)
-@given(rows=st.integers(1, 20), micro_size=st.integers(1, 25), columns=st.sampled_from([1, 3]), seed=st.integers(0, 99))
-def test_any_split_of_any_batch_has_the_gradient_of_the_whole(rows, micro_size, columns, seed):
-    step = regression_step(columns)
+@given(sizes=SIZES, micro_size=st.integers(1, 25), columns=st.sampled_from([1, 3]), seed=st.integers(0, 99))
+def test_any_split_of_batches_of_any_sizes_has_the_gradient_of_all_rows(sizes, micro_size, columns, seed):
+    step = windows_of_many(columns)
     step.network.micro_size = micro_size  # the split alone knows it: the graphs are the same
-    x, y = random_batch(seed, rows, columns)
-    output = step(*tensors(x, y))
+    x, y = random_batch(seed, sum(sizes), columns)
+    for end, size in zip(np.cumsum(sizes), sizes):
+        assert not number(step(*tensors(x[end - size : end], y[end - size : end])).updated)
+    output = step.flush()
     loss, gradients = regression_by_hand(x, y)
-    assert number(output.weight) == rows and number(output.updated)
+    assert number(output.weight) == sum(sizes) and number(output.updated)
     assert number(output.loss) == pytest.approx(loss, rel=1e-5)
     for found, expected in zip(step.optimizer.gradients(), gradients):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -66,29 +70,7 @@ def test_any_split_of_any_batch_has_the_gradient_of_the_whole(rows, micro_size, 
     assert number(output.grad_norm) == pytest.approx(norm, rel=1e-5)
 
 
-@settings(max_examples=share_of(15), deadline=None)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_size=st.integers(1, 9))
-def test_batches_of_any_sizes_make_a_window_with_the_gradient_of_all_rows(sizes, micro_size):
-    step = windows_of_many()
-    step.network.micro_size = micro_size
-    x, y = random_batch(len(sizes), sum(sizes), 3)
-    for end, size in zip(np.cumsum(sizes), sizes):
-        assert not number(step(*tensors(x[end - size : end], y[end - size : end])).updated)
-    output = step.flush()
-    loss, gradients = regression_by_hand(x, y)
-    assert (number(output.weight), number(output.loss)) == (sum(sizes), pytest.approx(loss, rel=1e-5))
-    for found, expected in zip(step.optimizer.gradients(), gradients):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-@functools.cache
-def windows_of_many():
-    return keeping_step(Regression(3), accumulation_steps=100)
-
-
 class Loss(nn.Cell):
-    """A loss cell that returns its squared errors in some form."""
-
     def __init__(self, form):
         super().__init__()
         self.weight = Parameter(Tensor([1.0]), "weight")

@@ -79,17 +79,14 @@ def test_tensors_and_arrays_by_position_and_by_keyword():
     assert_sums(step, y=Tensor(Y), x=X)
 
 
-def test_defaults_none_and_python_values():
+def test_defaults_none_python_values_and_numbers_as_tensors():
     step = open_step(TakesMore())
     assert_sums(step, X)
     assert_sums(step, x=X)
     assert_sums(step, X, None, 3, factor=3)
     assert_sums(step, X, Y, 0.5, factor=0.5)
     assert_sums(step, X, Y, True, "text", None, ms.float32)
-
-
-def test_numbers_as_tensors_without_axes_go_into_each_micro_batch():
-    step = open_step(TakesMore())
+    # Without axes, they go into each micro batch.
     for factor in (Tensor(3.0), np.array(3, np.float32)):
         assert_sums(step, X, Y, factor, factor=3)
 
@@ -134,16 +131,13 @@ class TakesColumns(Line):
         return self.loss(x.sum(0), y) + 0 * table.sum()
 
 
+class TakesNest(TakesColumns):
+    def construct(self, batch):
+        return super().construct(batch["x"], batch["table"], batch["y"])
+
+
 @pytest.mark.parametrize("axes", [(1, None, 0), [-1, None, -1]])
 def test_each_input_may_have_a_batch_axis_of_its_own(axes):
-    x = np.stack([X - 1, np.ones_like(X)])
-    assert_sums(open_step(TakesColumns(), batch_axis=axes), x, np.ones((7, 7), np.float32), Y)
-
-
-def test_nested_inputs_may_have_nested_batch_axes():
-    class TakesTable(Line):
-        def construct(self, batch):
-            return self.loss(batch["x"][0], batch["y"]) + 0 * batch["table"].sum()
-
-    step = open_step(TakesTable(), batch_axis=({"x": 1, "y": 0, "table": None},))
-    assert_sums(step, {"x": X[None], "y": Y, "table": np.ones((3, 2), np.float32)})
+    inputs = {"x": np.stack([X - 1, np.ones_like(X)]), "table": np.ones((7, 7), np.float32), "y": Y}
+    assert_sums(open_step(TakesColumns(), batch_axis=axes), *inputs.values())
+    assert_sums(open_step(TakesNest(), batch_axis=(dict(zip(inputs, axes)),)), inputs)

@@ -1,17 +1,16 @@
-"""Subclasses and hooks of the public cells: what would never be called is refused."""
+"""Subclasses, hooks and training cells: what would never be called, or in each micro batch, is refused."""
 
 import pytest
-from linear_toy import X, line, sgd, weight_of
+from linear_toy import X, line, mse, sgd, weight_of
+from loop_toy import adjustable_sgd
 from mindspore import nn
 from refusal import refuses
-from step_probe import tensors
+from step_probe import Around, OwnTrainStep, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 
 
 class ClippingStep(TrainOneStepCell):
-    """As model zoos write their steps."""
-
     def construct(self, *inputs):
         loss = self.network(*inputs)
         grads = self.grad(self.network, self.weights)(*inputs, self.sens)
@@ -19,12 +18,10 @@ class ClippingStep(TrainOneStepCell):
 
 
 class LaterStep(ClippingStep):
-    """Inherits the construct."""
+    pass
 
 
 class NamedStep(TrainOneStepCell):
-    """Adds what is called."""
-
     def rate(self):
         return 0.5
 
@@ -43,7 +40,7 @@ class CountingSplit(GradAccumulation):
 
 def loss_cell():
     network = line()
-    return network, nn.WithLossCell(network, nn.MSELoss())
+    return network, mse(network)
 
 
 @pytest.mark.parametrize("kind", [ClippingStep, LaterStep])
@@ -88,3 +85,14 @@ def test_a_hook_of_the_loss_cell_is_called_in_each_micro_batch(eager):
         step(*tensors(X, 2 * X))
         weights.append(weight_of(network))
     assert weights[0] == pytest.approx(weights[1]) and weights[0] != pytest.approx(2.04)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adjustable_sgd])
+@pytest.mark.parametrize("wrap", [lambda cell: cell, Around])
+@pytest.mark.parametrize("build", [lambda cell, _: GradAccumulation(cell, 4), TrainOneStepCell, Accumulator])
+def test_a_network_with_an_optimizer_inside_is_refused(build, wrap, make_optimizer, eager):
+    network, cell = loss_cell()
+    optimizer = make_optimizer(network)
+    with refuses(ValueError, "loss cell inside"):
+        build(wrap(OwnTrainStep(cell, optimizer)), optimizer)
+    build(wrap(cell), optimizer)

@@ -4,12 +4,12 @@ import functools
 
 import numpy as np
 import pytest
-from linear_toy import batches
+from linear_toy import mse
 from mindspore import Tensor, nn, ops
 from quick_mindspore import eagerly
 from refusal import refuses
 
-from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 
 RANDOM = np.random.default_rng(0)
 BATCHES = [tuple(Tensor(RANDOM.normal(size=(8, n)).astype(np.float32)) for n in (3, 2)) for _ in range(4)]
@@ -20,7 +20,6 @@ OPTIMIZERS = {
 
 
 def mlp():
-    """Four weights, always the same."""
     network = nn.SequentialCell(nn.Dense(3, 4), nn.Tanh(), nn.Dense(4, 2))
     random = np.random.default_rng(1)
     for parameter in network.get_parameters():
@@ -29,10 +28,8 @@ def mlp():
 
 
 def built(optimizer="Momentum"):
-    """A network, its loss cell and its optimizer."""
     network = mlp()
-    cell = nn.WithLossCell(network, nn.MSELoss())
-    return network, cell, OPTIMIZERS[optimizer](network.trainable_params())
+    return network, mse(network), OPTIMIZERS[optimizer](network.trainable_params())
 
 
 def weights_of(network):
@@ -54,7 +51,6 @@ def halves(batch):
 
 
 def train_step(cell, optimizer):
-    """Train batches in halves, which make one update."""
     step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, accumulation_steps=2)
     return step, lambda half: step(*half)
 
@@ -130,23 +126,3 @@ def test_what_is_refused_when_it_is_built_takes_no_optimizer(eager):
         with pytest.raises((TypeError, ValueError)):
             TrainOneStepCell(cell, optimizer, **wrong)
     assert step(*BATCHES[0]).updated
-
-
-@pytest.mark.parametrize("sinks", (False, True))
-def test_a_model_that_is_built_again(sinks, eager):
-    def model():
-        return Model(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4), optimizer=optimizer)
-
-    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
-    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-    earlier = model()
-    earlier.train(1, batches(8))
-    model_of_now = model()
-    with refuses(RuntimeError, "was built later"):
-        earlier.train(1, batches(8), dataset_sink_mode=sinks)
-    model_of_now.train(1, batches(8), dataset_sink_mode=sinks)
-    stock = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
-    step = nn.TrainOneStepCell(nn.WithLossCell(stock, nn.MSELoss()), nn.Momentum(stock.trainable_params(), 0.01, 0.9))
-    for _ in range(2):
-        step(*map(Tensor, next(batches(8).create_tuple_iterator(num_epochs=1, output_numpy=True))))
-    np.testing.assert_allclose(network.weight.asnumpy(), stock.weight.asnumpy(), rtol=1e-6)

@@ -1,11 +1,13 @@
-"""A window that makes no update says so once, with the name of a parameter, whoever listens."""
+"""A window that makes no update says so once, with the name of a parameter; a graph of them ends the training."""
 
-import warnings
-
+import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import X, sgd, toy_step
+from loop_toy import own_loop
 from mindspore import Tensor, nn
-from step_probe import number
+from refusal import all_warnings, refuses, warns
+from step_probe import Around, number, tensors
 
 from ms_gradaccum import (
     Accumulator,
@@ -15,8 +17,8 @@ from ms_gradaccum import (
     MixedPrecision,
     TrainOneStepCell,
 )
-
-pytestmark = pytest.mark.usefixtures("eager")
+from ms_gradaccum.backend.device import built_for
+from ms_gradaccum.training import window_end
 
 START = "the gradient of a window must have a finite norm, but got "
 END = (
@@ -30,8 +32,6 @@ def build():
 
 
 class Times(nn.Cell):
-    """The mean of the outputs, times a factor of each row."""
-
     def __init__(self, network):
         super().__init__()
         self.network = network
@@ -41,8 +41,7 @@ class Times(nn.Cell):
 
 
 def step_of(network, **settings):
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    return TrainOneStepCell(GradAccumulation(Times(network), 2), optimizer, **settings)
+    return TrainOneStepCell(GradAccumulation(Times(network), 2), sgd(network, 0.1), **settings)
 
 
 def rows(factor):
@@ -51,8 +50,7 @@ def rows(factor):
 
 def said(run):
     """Return the warnings of norms while windows of these factors are trained."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         run()
     return [text for each in caught if START in (text := str(each.message))]
 
@@ -61,14 +59,14 @@ def train(step, *factors):
     return said(lambda: [step(*rows(factor)) for factor in factors])
 
 
-def test_a_nan_is_told_once_with_the_name_of_a_parameter():
+def test_a_nan_is_told_once_with_the_name_of_a_parameter(eager):
     step = step_of(build())
     sentence = f"For 'TrainOneStepCell', {START}an Inf or a NaN for the parameter 'network.0.weight'{END}"
     assert train(step, 1.0, np.nan, np.nan, 1.0, np.inf) == [sentence]
 
 
 @pytest.mark.parametrize("clip", [None, ClipByGlobalNorm(1.0), ClipByGroupNorm({"*": 1.0})])
-def test_a_finite_gradient_whose_squares_are_not_is_told_of(clip):
+def test_a_finite_gradient_whose_squares_are_not_is_told_of(clip, eager):
     network = build()
     before = [each.asnumpy().copy() for each in network.trainable_params()]
     # The gradient is 1e20 for the first weights, 2e20 for the last ones.
@@ -77,7 +75,7 @@ def test_a_finite_gradient_whose_squares_are_not_is_told_of(clip):
     assert all((a == b.asnumpy()).all() for a, b in zip(before, network.trainable_params()))
 
 
-def test_a_loop_tells_it_too():
+def test_a_loop_tells_it_too(eager):
     network = build()
     optimizers = [nn.SGD([each], 0.1) for each in network.trainable_params()]
     accumulator = Accumulator([Times(network)], [optimizers])
@@ -91,7 +89,7 @@ def test_a_loop_tells_it_too():
     assert said(run) == [sentence]
 
 
-def test_a_loss_scale_that_looks_for_its_size_says_nothing_until_there_is_none():
+def test_a_loss_scale_that_looks_for_its_size_says_nothing_until_there_is_none(eager):
     precision = MixedPrecision(level="O0", init_scale=4.0)
     step = step_of(build(), mixed_precision=precision)
     assert train(step, np.inf, np.inf) == []
@@ -104,32 +102,25 @@ class NoWeight(Times):
         return super().construct(x, factor), factor.sum()
 
 
-def test_a_weight_that_is_no_number_is_told_as_such():
+def weighted_step():
     network = build()
-    step = TrainOneStepCell(
-        GradAccumulation(NoWeight(network), 2, weighted=True), nn.SGD(network.trainable_params(), 0.1)
-    )
-    assert train(step, np.nan) == [f"For 'TrainOneStepCell', {START}the weight nan{END}"]
+    return TrainOneStepCell(GradAccumulation(NoWeight(network), 2, weighted=True), sgd(network, 0.1))
 
 
-def test_a_window_of_which_everything_was_left_out_is_told_as_such():
+def test_a_weight_that_is_no_number_is_told_as_such_and_one_of_zero_is_none_of_them(eager):
+    assert train(weighted_step(), np.nan) == [f"For 'TrainOneStepCell', {START}the weight nan{END}"]
+    assert train(weighted_step(), 0.0) == []
+
+
+def test_a_window_of_which_everything_was_left_out_is_told_as_such(eager):
     step = step_of(build(), bad_micro_batch="drop")
     assert train(step, np.nan) == [f"For 'TrainOneStepCell', {START}an Inf or a NaN in each micro batch{END}"]
 
 
-def test_a_window_that_weighs_nothing_is_none_of_them():
-    network = build()
-    loss_cell = GradAccumulation(NoWeight(network), 2, weighted=True)
-    assert train(TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1)), 0.0) == []
-
-
 @pytest.mark.parametrize("weight", [0.0, -1.0])
-def test_four_windows_in_a_row_that_weigh_nothing_are_told_of(weight):
-    network = build()
-    loss_cell = GradAccumulation(NoWeight(network), 2, weighted=True)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_four_windows_in_a_row_that_weigh_nothing_are_told_of(weight, eager):
+    step = weighted_step()
+    with all_warnings() as caught:
         for factor in [weight] * 3 + [1.0] + [weight] * 3:
             step(*rows(factor))
         assert not [each for each in caught if "in a row" in str(each.message)]
@@ -137,3 +128,48 @@ def test_four_windows_in_a_row_that_weigh_nothing_are_told_of(weight):
             step(*rows(weight))
     (said,) = [str(each.message) for each in caught if "in a row" in str(each.message)]
     assert said.startswith(f"For 'TrainOneStepCell', the weight of a window must be positive, but got {weight * 4:g} ")
+
+
+@pytest.mark.parametrize(
+    "mode, accumulation_steps",
+    [(ms.GRAPH_MODE, 1), (ms.PYNATIVE_MODE, 2)],
+    ids=["GRAPH-1", "PYNATIVE-2"],
+    indirect=["mode"],
+)
+def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, monkeypatch):
+    monkeypatch.setattr(window_end, "MAX_OVERFLOWS", 3)
+    network, step = toy_step(accumulation_steps=accumulation_steps, check_loss=False)
+    graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
+    right, broken = tensors(X, 2 * X), tensors(X, np.nan * X)
+
+    def windows(*batches):
+        for batch in batches:
+            for _ in range(accumulation_steps):
+                output = graph(*batch)
+        return output
+
+    # Not in a row.
+    windows(broken, broken, right, broken, broken, right)
+    before = network.weight.asnumpy().copy()
+    windows(broken, broken)
+    with refuses(RuntimeError, "Inf or NaN"):
+        str(windows(broken))
+    assert (network.weight.asnumpy() == before).all() and before != 0
+    # Another graph still runs.
+    assert nn.Dense(1, 1)(right[0]).shape == (8, 1)
+
+
+def test_a_device_whose_graphs_raise_no_error_says_so(mode):
+    with built_for("GPU"):
+        _, step = toy_step(check_loss=False)
+        _, accumulator = own_loop(check_loss=False)
+    graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
+    with warns("For 'TrainOneStepCell'", "end the training"):
+        graph(*tensors(X, 2 * X))
+
+    @ms.jit
+    def train(grad):
+        return accumulator((grad,), 1.0)
+
+    with warns("For 'Accumulator'", "end the training"):
+        train(Tensor([[1.0]]))

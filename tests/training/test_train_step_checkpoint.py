@@ -4,11 +4,12 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from linear_toy import X, sgd, toy_step
+from linear_toy import X, mse, sgd, toy_step
+from loop_toy import FOUR
 from mindspore import nn, ops
 from open_window import reducer_of
 from quick_mindspore import api, compiling
-from step_probe import changed, number, tensors, values_of
+from step_probe import Squared, changed, number, tensors, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -18,7 +19,7 @@ BATCHES = [tensors(X[i % 6 : i % 6 + 3], 2 * X[i % 6 : i % 6 + 3]) for i in rang
 
 def new_step(make_optimizer=None):
     network = nn.Dense(1, 1, "ones")
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    loss_cell = GradAccumulation(mse(network), 2)
     make_optimizer = make_optimizer or (lambda p: nn.Momentum(p, [0.01, 0.005, 0.002, 0.001], 0.9))
     optimizer = make_optimizer(network.trainable_params())
     return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=3, check_loss=False)
@@ -33,6 +34,11 @@ def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(tmp_path):
     train(step, BATCHES[:5])
     path = str(tmp_path / "step.ckpt")
     ms.save_checkpoint(step, path)
+    checkpoint = ms.load_checkpoint(path)
+    sums = {f"accu_grads.weight{end}" for end in ("", ".window_loss", ".window_weight", ".window_skipped")}
+    state = {"moments.weight", "moments.bias", "global_step", "learning_rate", "momentum"}
+    batches = {"accu_grads.weight.window_batches"}
+    assert set(checkpoint) == {"weight", "bias", "accu_grads.bias"} | sums | batches | state
     losses, values = train(step, BATCHES[5:]), values_of(step)
     fresh, used = new_step(), new_step()
     # This one has run already, elsewhere: its graphs must see what is loaded.
@@ -49,40 +55,22 @@ def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.parametrize("as_graph", [False, True], ids=["step", "graph"])
 def test_more_open_batches_than_the_step_collects_are_updated_with(as_graph, tmp_path):
-    rows = [tensors(X[i : i + 2], 2 * X[i : i + 2]) for i in range(0, 8, 2)]
     _, step = toy_step(accumulation_steps=4)
-    for batch in rows[:3]:
+    for batch in FOUR[:3]:
         step(*batch)
     ms.save_checkpoint(step, str(tmp_path / "middle.ckpt"))
     for steps in (2, 3):
         network, step = toy_step(accumulation_steps=steps)
         ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
-        output = ms.jit(step)(*rows[3]) if as_graph else step(*rows[3])
+        output = ms.jit(step)(*FOUR[3]) if as_graph else step(*FOUR[3])
         assert np.isfinite(number(output[0])) and network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
         assert step.open_batches() == 0
-
-
-def test_the_names_in_a_checkpoint_are_the_weights_own_and_accu_grads(tmp_path):
-    step = new_step()
-    path = str(tmp_path / "step.ckpt")
-    ms.save_checkpoint(step, path)
-    buffer = {
-        "accu_grads.weight",
-        "accu_grads.bias",
-        "accu_grads.weight.window_loss",
-        "accu_grads.weight.window_weight",
-        "accu_grads.weight.window_skipped",
-    }
-    state = {"moments.weight", "moments.bias", "global_step", "learning_rate", "momentum"}
-    assert set(ms.load_checkpoint(path)) == {"weight", "bias", "accu_grads.weight.window_batches"} | buffer | state
 
 
 ADAM = {"lr": 0.1, "eps": 1.0}
 
 
 class OwnAdam(experimental.Adam):
-    """A user's, which does something beside."""
-
     def construct(self, gradients):
         self.calls = getattr(self, "calls", 0) + 1
         return super().construct(gradients)
@@ -150,16 +138,6 @@ class Jitted(nn.Cell):
 
     def construct(self, x, y):
         return self.head[0](x, y)
-
-
-class Squared(nn.Cell):
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    @ms.jit
-    def construct(self, x, y):
-        return ops.mse_loss(self.dense(x), y)
 
 
 @pytest.mark.parametrize("builds_anew", [False, True])

@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line
+from linear_toy import X, line, momentum, mse, sgd
 from mindspore import Tensor, nn
 from refusal import warns
 from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
@@ -15,10 +15,8 @@ WINDOW = {"accu_grads.weight", "accu_grads.bias", "accu_grads.weight.window_loss
 
 def classifier_step(accumulation_steps, micro_size=4):
     network = nn.Dense(1, 3, "ones")
-    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    loss_cell = GradAccumulation(loss_cell, micro_size)
-    return network, TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.CrossEntropyLoss()), micro_size)
+    return network, TrainOneStepCell(loss_cell, momentum(network, 0.1), accumulation_steps=accumulation_steps)
 
 
 def test_a_bad_label_in_the_third_micro_batch_leaves_everything_as_it_was():
@@ -71,8 +69,7 @@ def test_a_batch_of_a_wrong_shape_at_the_start_of_a_window_changes_nothing(mode)
 
 def test_an_update_that_fails_takes_its_window_with_it():
     network = line()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), [0.02]), accumulation_steps=2)
+    step = TrainOneStepCell(mse(network), sgd(network, [0.02]), accumulation_steps=2)
     start = values_of(step)
     batch = tensors(X, 2 * X)
     step(*batch), step(*batch)

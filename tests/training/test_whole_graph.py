@@ -3,16 +3,12 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, toy_step, weight_of
-from mindspore import Tensor, nn
+from linear_toy import X, momentum, toy_step, weight_of
+from mindspore import Tensor
 from refusal import refuses
 from step_probe import Around, changed, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm
-
-
-def momentum(network, rates):
-    return nn.Momentum(network.trainable_params(), rates, 0.9)
 
 
 def trained_step(micro_size, accumulation_steps):
@@ -63,21 +59,6 @@ def test_a_step_inside_a_graph_trains_as_one_that_python_calls(accumulation_step
         assert number(report[1]) and not number(report[3])
         # The number of windows in a row that made no update.
         assert changed(before, values_of(step)) == {"accu_grads.weight.window_skipped"}
-
-
-def test_a_window_begun_in_a_graph_can_be_flushed_and_dropped_by_python():
-    step = trained_step(2, 3)
-    graph = in_graph(step)
-    start = values_of(step)
-    graph(*tensors(X, 2 * X))
-    assert step.drop() == 1 and not changed(start, values_of(step))
-    graph(*tensors(X, 2 * X))
-    step(*tensors(X, 2 * X))
-    assert step.open_batches() == 2
-    output = step.flush()
-    assert number(output.updated) and number(output.weight) == 16
-    # Clipped from 102 to 50 at the first learning rate.
-    assert weight_of(step.network.network.backbone_network) == pytest.approx(0.5, rel=1e-6)
 
 
 def test_inputs_whose_lengths_are_open_are_refused():
