@@ -19,7 +19,7 @@ quick_mindspore.install()
 # The files that take longest, or the job that some of them share.
 LONGEST = ["ranks", "test_faults", "test_self_test", "test_micro_size_finder", "test_sample", "test_samples"]
 LONGEST += ["test_failures", "test_optimizers_and_schedules", "test_python_decides", "test_optimizers"]
-LONGEST += ["test_loss_measurement", "test_frozen", "test_losses", "test_losses_as_written", "test_docs"]
+LONGEST += ["test_loss_measurement", "test_frozen", "test_losses_as_written", "test_docs"]
 LONGEST += ["test_networks", "test_grad_cache_windows", "test_packaging"]
 
 

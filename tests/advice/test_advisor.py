@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, value_and_grad
 from open_window import silent_advisor
-from refusal import refuses, warns
+from refusal import all_warnings, refuses, warns
 from test_loss_measurement import everything_trained
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, TrainOneStepCell
@@ -37,8 +37,7 @@ def step_of(network, **settings):
 def trained(x=X, windows=3, **settings):
     """Return the loss of each batch and the weights after some windows of two batches, and the warnings."""
     network = dense()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         step = step_of(network, accumulation_steps=2, **settings)
         losses = [step(Tensor(x), Tensor(Y)).loss.asnumpy().tobytes() for _ in range(2 * windows)]
     said = [str(each.message) for each in caught if each.category is GradAccumulationWarning]

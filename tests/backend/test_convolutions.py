@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 from mindspore import nn
+from refusal import no_warning
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import device
@@ -49,8 +49,7 @@ def test_without_a_reason_there_is_no_warning(why, slow, monkeypatch):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     elif why == "another device":
         monkeypatch.setattr(device.ms, "get_context", lambda name: "GPU")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         network = nn.Dense(1, 1) if why == "no convolution" else nn.Conv2d(1, 1, 1)
         device.warn_of_slow_convolutions("TrainOneStepCell", network)
 

@@ -6,15 +6,13 @@ import mindspore as ms
 import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
-from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
-from mindspore.nn.utils import no_init_parameters
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from optimizer_parity import (
     BOTH,
     RowLoss,
     WholeBatch,
     accumulate,
     accumulated_step,
-    all_parameters,
     assert_like_whole_batch,
     assert_not_vacuous,
     assert_same,
@@ -101,24 +99,9 @@ def dynamic_decay_groups(network):
     return nn.Momentum(groups, 0.01, 0.9, use_nesterov=True)
 
 
-def mint_groups(network):
-    weights, biases = weights_and_biases(network)
-    groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
-    return mint.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True)
-
-
-def trainable(optimizer, *args, **kwargs):
-    return lambda network: optimizer(network.trainable_params(), *args, **kwargs)
-
-
 CASES = {
     "groups with rates, decay, order and loss scale": (one_layer, momentum_groups),
     "dynamic decay of a group": (one_layer, dynamic_decay_groups),
-    "dynamic decay and a schedule for all": (
-        one_layer,
-        trainable(nn.AdamWeightDecay, nn.CosineDecayLR(0.01, 0.1, 4), eps=1.0, weight_decay=GrowingDecay()),
-    ),
-    "groups of mindspore.mint": (one_layer, mint_groups),
 }
 
 
@@ -245,7 +228,9 @@ def test_float16_weights_get_float16_gradients(optimizer, settings):
     def make_network():
         return RowLoss(HalfFirstLayer())
 
-    make_optimizer = trainable(optimizer, **settings)
+    def make_optimizer(network):
+        return optimizer(network.trainable_params(), **settings)
+
     # Op by op, what is in float16 is rounded elsewhere.
     whole = WholeBatch(make_network, make_optimizer, compiled=True)
     # A float16 has 11 bits, and the micro batches round each on its own.
@@ -253,16 +238,3 @@ def test_float16_weights_get_float16_gradients(optimizer, settings):
     for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH).values():
         assert_like_whole_batch(whole, outputs, values, tolerance=2e-3)
         assert {name: v.dtype for name, v in values.items()} == {name: v.dtype for name, v in whole.values.items()}
-
-
-def test_weights_may_get_their_values_after_the_step_is_built(mode):
-    make_optimizer = trainable(nn.Momentum, 0.01, 0.9)
-    whole = WholeBatch(one_layer, make_optimizer)
-    with no_init_parameters():
-        network = RowLoss(nn.Dense(3, 2))
-        optimizer = make_optimizer(network)
-    step = accumulated_step(network, optimizer, micro_size=4)
-    assert network.backbone.weight.has_init and optimizer.moments[0].has_init
-    ms.load_param_into_net(network, {p.name: p for p in one_layer().get_parameters()})
-    outputs = train(step, batches())
-    assert_like_whole_batch(whole, outputs, values_of(all_parameters(network, optimizer)))

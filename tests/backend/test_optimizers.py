@@ -67,13 +67,6 @@ def test_a_checkpoint_loaded_into_a_step_that_has_trained_is_trained_on(name, mo
     assert_like_whole_batch(whole_batch(name), *accumulated(name)["loaded", mode])
 
 
-@pytest.mark.parametrize("name", ["SGD, Nesterov", "experimental AdamW"])
-def test_uneven_micro_batches_count_by_their_rows(name, mode):
-    assert_not_vacuous(whole_batch(name), micro_size=5)
-    results = accumulate(one_layer, maker(name), 5, [mode], compiled=True)
-    assert_like_whole_batch(whole_batch(name), *results[mode])
-
-
 def test_no_optimizer_of_mindspore_is_left_out():
     tried = {optimizer for optimizer, _ in OPTIMIZERS.values()} | {mint.optim.AdamW}
     for module in (nn.optim, mint.optim, experimental):

@@ -1,19 +1,12 @@
 """Optimizers with an operator that has no CPU kernel: they compile, and say what the device lacks."""
 
 import mindspore as ms
-import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.common.api import _cell_graph_executor
-from mindspore.nn.optim import optimizer as base
 from optimizer_parity import (
-    BOTH,
     RowLoss,
-    WholeBatch,
-    accumulate,
     accumulated_step,
-    assert_like_whole_batch,
-    assert_not_vacuous,
     batches,
     dense,
     one_layer,
@@ -51,38 +44,6 @@ def test_thor_is_refused_for_its_statistics_of_the_whole_batch():
     optimizer = nn.thor(network.backbone, Tensor([0.1, 0.1]), Tensor([0.1, 0.1]), momentum=0.9)
     with refuses(ValueError, "'optimizer'", "but got thor"):
         accumulated_step(network, optimizer, micro_size=2)
-
-
-def centralize(gradient, axis):
-    return gradient - gradient.mean(axis=axis, keep_dims=True)
-
-
-def test_gradients_are_centralized_once_per_update(monkeypatch):
-    # The operator has no CPU kernel. MindSpore applies it where the rows of a weight have a multiple of 16 entries.
-    monkeypatch.setattr(base, "op_gc", centralize)
-
-    def make_network():
-        return RowLoss(dense(16, 2, 0.02, 0.06, seed=1))
-
-    def make_optimizer(network):
-        layer = network.backbone
-        groups = [{"params": [layer.weight], "grad_centralization": True}, {"params": [layer.bias]}]
-        return nn.Momentum(groups, 0.01, 0.9)
-
-    data = batches(columns=16)
-    whole = WholeBatch(make_network, make_optimizer, data)
-    assert_not_vacuous(whole, micro_size=4)
-    moved = whole.values["backbone.weight"] - whole.start["backbone.weight"]
-    assert np.abs(moved.mean(axis=1)).max() < 1e-6 < np.abs(moved).max()
-    for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH, data).values():
-        assert_like_whole_batch(whole, outputs, values)
-
-
-def test_the_operator_without_a_kernel_is_named(mode):
-    network = one_layer()
-    step = accumulated_step(network, WITHOUT_KERNEL["Lamb"](network), 2)
-    with refuses(RuntimeError, "compile the optimizer", "Unsupported op [Lamb] on CPU", "Use another device"):
-        step(*map(Tensor, batches()[0]))
 
 
 @pytest.mark.parametrize("compile", [None, True])

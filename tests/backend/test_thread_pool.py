@@ -92,17 +92,13 @@ def trained(make_network, **settings):
     return step, values_of(step)
 
 
-def half_precision():
-    return Weights(3, ms.float16)
-
-
 @pytest.mark.parametrize(
     "mode, make_network, settings",
     [
         (ms.GRAPH_MODE, lambda: Weights(3), {}),
         (ms.PYNATIVE_MODE, lambda: Weights(3), {"compile": True}),
         (ms.GRAPH_MODE, lambda: Weights(3), {"bad_micro_batch": "drop"}),
-        (ms.GRAPH_MODE, half_precision, {}),
+        (ms.GRAPH_MODE, lambda: Weights(3, ms.float16), {}),
     ],
     indirect=["mode"],
     ids=["GRAPH", "PYNATIVE", "drop", "half"],
@@ -144,23 +140,29 @@ class MeanOf(nn.Cell):
         return self.network(x).mean()
 
 
-@pytest.mark.parametrize("rows, pooled", [(4, False), (400, True)])
-def test_rows_decide(rows, pooled):
-    assert runs_in_the_pool(first_step(MeanOf(nn.Dense(400, 400)), Tensor(np.ones((rows, 400), np.float32)))) == pooled
+def ones(*shape):
+    return Tensor(np.ones(shape, np.float32))
 
 
-@pytest.mark.parametrize("side, pooled", [(16, False), (160, True)])
-def test_pixels_decide_where_there_are_convolutions(side, pooled):
-    images = Tensor(np.ones((4, 3, side, side), np.float32))
-    network = MeanOf(nn.SequentialCell(nn.Conv2d(3, 32, 3), nn.ReLU()))
-    assert runs_in_the_pool(first_step(network, images)) == pooled
+@pytest.mark.parametrize(
+    "make, x, pooled",
+    [
+        (lambda: nn.Dense(400, 400), ones(4, 400), False),
+        (lambda: nn.Dense(400, 400), ones(400, 400), True),
+        (lambda: nn.Conv2d(3, 32, 3), ones(4, 3, 16, 16), False),
+        (lambda: nn.Conv2d(3, 32, 3), ones(4, 3, 160, 160), True),
+    ],
+    ids=["few rows", "many rows", "few pixels", "many pixels"],
+)
+def test_rows_and_pixels_decide(make, x, pooled):
+    assert runs_in_the_pool(first_step(MeanOf(make()), x)) == pooled
 
 
 def test_the_first_batch_decides():
     network = MeanOf(nn.Dense(400, 400))
-    step = first_step(network, Tensor(np.ones((400, 400), np.float32)))
+    step = first_step(network, ones(400, 400))
     with compilations() as compiled:
-        step(Tensor(np.ones((4, 400), np.float32)))
+        step(ones(4, 400))
     assert compiled == ["MicroStep"]
     assert len(compiled_micro_steps(step)) == 1
     assert runs_in_the_pool(step)
@@ -183,10 +185,9 @@ def test_what_runs_op_by_op_is_not_concerned(how, monkeypatch):
     network, x = Weights(3), columns(4)
     if how == "MS_JIT=0":
         monkeypatch.setenv("MS_JIT", "0")
-        first_step(network, x)
     else:
         network.register_forward_hook(lambda cell, inputs, output: None)
-        first_step(network, x)
+    first_step(network, x)
     np.testing.assert_allclose(network.weight.asnumpy(), -x.asnumpy().mean(0), rtol=1e-5)
 
 

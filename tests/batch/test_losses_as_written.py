@@ -1,12 +1,11 @@
 """Losses as people write them: equal to MindSpore's own step on the whole batch, or named."""
 
-import warnings
-
 import mindspore as ms
 import numpy as np
 import pytest
 from losses_as_written import PARTS, RIGHT, WRONG, build
 from mindspore import nn
+from refusal import all_warnings
 from tiers import some
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -20,8 +19,7 @@ def trained(case, ours):
     """The weights after three updates, and what was said."""
     cell, inputs = build(case)
     optimizer = nn.SGD(cell.trainable_params(), 0.05)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         step = nn.TrainOneStepCell(cell, optimizer)
         if ours:
             step = TrainOneStepCell(GradAccumulation(cell, PARTS), optimizer)
@@ -59,8 +57,7 @@ def test_compiled_they_are_found_as_well(name, monkeypatch):
     cell, inputs = build({**WRONG, **RIGHT}[name])
     network = GradAccumulation(cell.set_train(), PARTS)
     measurement = LossMeasurement(network, cell.trainable_params(), compiles=False, half=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         text = measurement.measure(Rows.parts(network, inputs, network.split(*inputs)))
     assert not caught
     assert bool(text) == (name in WRONG)

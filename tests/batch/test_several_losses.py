@@ -159,5 +159,7 @@ def test_the_word_goes_with_the_cell_into_half_precision_and_verify(eager):
     loss_cell = GradAccumulation(network, 2, losses="sum")
     assert verify(loss_cell, tensors(X, Y), None).equal
     assert verify(loss_cell, tensors(X, Y), None, reference=network).equal
+    weighted = GradAccumulation(Pairs(lambda *losses: losses), 2, losses="first", weighted=True)
+    assert verify(weighted, tensors(X), None).equal
     step = TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), mixed_precision="fp16")
     assert number(step(*tensors(X, Y)).loss) == pytest.approx(by_mindspore(three, 3)[0], rel=2e-3)

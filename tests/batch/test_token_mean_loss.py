@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn, ops
 from open_window import buffer_of
 from refusal import refuses
-from step_probe import KeepGradients, keeping_step, number, tensors
+from step_probe import keeping_step, number, tensors
 from tiers import share_of
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
@@ -150,22 +150,11 @@ def float16_weights(network):
     return network.to_float(ms.float16), network.weight.set_dtype(ms.float16)
 
 
-def flagged(network):
-    return (network.to_float(ms.float16),)
-
-
-def automatic(network):
-    return (amp.auto_mixed_precision(network, "auto"),)
-
-
 def rewritten(network):
     return (amp.auto_mixed_precision(network, "O1"),)
 
 
-HALVES = [float16_weights, flagged, automatic, rewritten]
-
-
-@pytest.mark.parametrize("halve", HALVES, ids=lambda halve: halve.__name__)
+@pytest.mark.parametrize("halve", [float16_weights, rewritten], ids=lambda halve: halve.__name__)
 def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
     network = halve(head(np.zeros((2, 1), np.float32)))[0]
@@ -179,17 +168,6 @@ def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeyp
     assert number(output.weight) == 4500 and number(output.updated)
     assert buffer_of(step).sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
     assert number(output.loss) == pytest.approx(np.log(2), rel=1e-3)
-
-
-def test_a_float16_batch_without_a_valid_token():
-    network = head(np.zeros((2, 1), np.float32)).to_float(ms.float16)
-    optimizer = KeepGradients(network.trainable_params())
-    accumulator = Accumulator(TokenMeanLoss(network), optimizer, 2)
-    for labels in (np.full_like(ZEROS, IGNORED), ZEROS):
-        accumulator.backward(*tensors(MANY, labels))
-    output = accumulator.step()
-    np.testing.assert_allclose(optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
-    assert number(output.weight) == 4000 and number(output.updated)
 
 
 def test_labels_that_do_not_fit():

@@ -82,11 +82,6 @@ def test_a_batch_counts_by_the_number_that_the_loop_gives(mode, whole, settings,
     assert not [each for each in recwarn if "For '" in str(each.message)]
 
 
-def test_by_rows_it_would_be_another_training(mode, whole):
-    weights, _, _ = train_by_number(lambda rows: 3 if tokens_of(rows) else 0)
-    assert np.abs(weights - whole[0]).max() > 1e-2
-
-
 # Each micro size in one mode.
 SIZES = {"PYNATIVE-1": (ms.PYNATIVE_MODE, 1), "GRAPH-4": (ms.GRAPH_MODE, 4)}
 SIZES |= {"PYNATIVE-5": (ms.PYNATIVE_MODE, 5), "GRAPH-12": (ms.GRAPH_MODE, 12)}

@@ -5,19 +5,14 @@ MindSpore's own step, or its own `Model`, leaves, or say in a warning or an erro
 state: weights that differ without a word fail. The own step runs in the same mode where the mode makes a difference.
 
 Nearly all the time of these tests is compiling. So the faces take turns: of each program one is compiled in GRAPH mode.
-Of programs that differ in their network or batches alone, the report and the update are compiled with one of each face.
-In PYNATIVE mode the network runs op by op and the package compiles its sums and its update alone: one face is compiled
-of programs that differ in these, and of those that differ in their network or batches one of each face. The other faces
-run too, with ``MS_JIT=0``, which compiles nothing.
-
-In the first tier is one face of each program. Of four programs one is compiled in GRAPH mode, one in PYNATIVE mode, and
-two run op by op.
+In PYNATIVE mode the network runs op by op and the package compiles its sums and its update alone, for one face of each
+program. Of programs with a usual optimizer only the first ones of a file compile the report and the update. All else
+runs with ``MS_JIT=0``, which compiles nothing.
 """
 
 import functools
 import random
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,11 +21,12 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 from mindspore.dataset import GeneratorDataset
 from optimizer_parity import parameters_of, values_of
 from quick_mindspore import compiling, eagerly
+from refusal import all_warnings
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell, verify
 from ms_gradaccum.backend.compiled import graph_mode
@@ -77,21 +73,17 @@ class Program:
         prepare: What is done to (cell, optimizer) before a step is built, for example freezing.
         built: What is done to (cell, optimizer) after the step was built.
         between: What is done after update i: between(i, cell, optimizer).
-        whole: Makes the loss cell that MindSpore's own step trains of ours, where it returns a weight.
         parts: Number of micro batches of "step 4", "Model" and "Accumulator".
         settings: Arguments of GradAccumulation.
         step: Arguments of our step, Model and Accumulator.
         stock_step: Arguments of MindSpore's own step.
         stock_model: Arguments of MindSpore's own Model.
         named: Pattern of the error or warning that micro batches get in place of equal weights.
-        names_whole: Whether whole batches get it too.
         nature: Pattern of the cause that `verify` names where micro batches differ by nature, as with BatchNorm.
         warned: Pattern of a warning that is given although the weights are equal.
-        watch: What else must be equal: numbers that Python has kept in the cell. Only for whole batches.
         own_model: Whether MindSpore's own Model does something else than its own step.
         faces: Which faces can run it.
         modes: In which modes MindSpore's own step trains it.
-        oracle: In which mode the one runs that is compared with: a mode, or "same". Without it see `oracle_mode`.
         rtol: Largest deviation relative to the largest entry of the tensor.
     """
 
@@ -101,21 +93,17 @@ class Program:
     prepare: Callable[..., Any] = nothing
     built: Callable[..., Any] = nothing
     between: Callable[..., Any] = nothing
-    whole: Callable[[nn.Cell], nn.Cell] = staticmethod(lambda cell: cell)
     parts: int = PARTS
     settings: dict[str, Any] = field(default_factory=dict)
     step: dict[str, Any] = field(default_factory=dict)
     stock_step: dict[str, Any] = field(default_factory=dict)
     stock_model: dict[str, Any] = field(default_factory=dict)
     named: str | None = None
-    names_whole: bool = False
     nature: str | None = None
     warned: str | None = None
-    watch: Callable[[nn.Cell], Any] = staticmethod(lambda cell: [])
     own_model: bool = False
     faces: tuple[str, ...] = FACES
     modes: tuple[str, ...] = ("GRAPH", "PYNATIVE")
-    oracle: str | None = None
     rtol: float = 2e-5
 
     def build(self) -> tuple[nn.Cell, nn.Cell]:
@@ -141,7 +129,6 @@ class Outcome:
 
     losses: list[float]
     values: dict[str, Any]
-    watched: list[Any]
 
 
 def tensors(tree: Any) -> Any:
@@ -244,12 +231,11 @@ def train_ours(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell) -
 
 
 def train_stock(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
-    whole = program.whole(cell)
     if face == "Model":
-        model = ms.Model(whole, optimizer=optimizer, **program.stock_model)
+        model = ms.Model(cell, optimizer=optimizer, **program.stock_model)
         program.built(cell, optimizer)
         return train_model(program, model, cell, optimizer, batches)
-    step = nn.TrainOneStepCell(whole, optimizer, **program.stock_step)
+    step = nn.TrainOneStepCell(cell, optimizer, **program.stock_step)
     program.built(cell, optimizer)
     return train_step(program, step, cell, optimizer, batches)
 
@@ -263,18 +249,17 @@ def outcome(program: Program, train: Callable[..., list[float]], face: str, *bat
         _pynative_executor.clear_res()
         raise
     parameters = parameters_of(optimizer) | {each.name: each for each in cell.get_parameters()}
-    return Outcome(losses, values_of(parameters), list(program.watch(cell)))
+    return Outcome(losses, values_of(parameters))
 
 
 def oracle_mode(program: Program, mode: str) -> str:
     """Return the mode in which MindSpore's own step runs that is compared with.
 
-    Op by op it costs next to nothing, so its compiled twin is only taken where Python changes something between the
-    updates, of which a graph may keep the first value, and where there is no other.
+    Op by op it costs next to nothing, so its compiled twin is only taken where Python changes something before or
+    between the updates, of which a graph may keep the first value, and where there is no other.
     """
-    if program.oracle is not None:
-        return mode if program.oracle == "same" else program.oracle
-    return mode if program.between != nothing or "PYNATIVE" not in program.modes else "PYNATIVE"
+    changes = (program.prepare, program.between) != (nothing, nothing)
+    return mode if changes or "PYNATIVE" not in program.modes else "PYNATIVE"
 
 
 def stock_outcome(program: Program, face: str, mode: str, batches: list[Any]) -> Outcome:
@@ -313,9 +298,8 @@ def check(program: Program, mode: str, face: str) -> None:
     ms.set_context(mode=MODES[mode])
     if program.nature and face != "step 1" and verify_names(program, program.nature):
         return
-    named = program.named if face != "step 1" or program.names_whole else None
-    with warnings.catch_warnings(record=True) as caught, compiled_as(way):
-        warnings.simplefilter("always")
+    named = program.named if face != "step 1" else None
+    with all_warnings() as caught, compiled_as(way):
         try:
             found = outcome(program, train_ours, face)
         except Exception as error:
@@ -329,7 +313,7 @@ def check(program: Program, mode: str, face: str) -> None:
         assert len(about) == 1, f"said more than once: {about}"
         return
     expected = stock(program, "Model" if face == "Model" and program.own_model else "step", oracle_mode(program, mode))
-    assert_equal(program, found, expected, whole=face == "step 1")
+    assert_equal(program, found, expected)
     assert said == about, f"equal, but with a warning: {said}"
 
 
@@ -349,75 +333,36 @@ def verify_names(program: Program, cause: str) -> bool:
     return not report.equal and bool(re.search(cause, " ".join(report.causes)))
 
 
-def assert_equal(program: Program, found: Outcome, expected: Outcome, whole: bool) -> None:
+def assert_equal(program: Program, found: Outcome, expected: Outcome) -> None:
     too_far = {name: error for name, error in deviations(found, expected).items() if error > program.rtol}
     losses = deviation(found.losses, expected.losses)
     assert not too_far and losses <= program.rtol, f"SILENT: {too_far}, losses {found.losses} not {expected.losses}"
-    if whole:
-        assert deviation(found.watched, expected.watched) <= program.rtol, f"{found.watched} not {expected.watched}"
 
 
-def check_sees_lost_rows(program: Program) -> None:
-    """Check that a training with the first micro batch of each batch alone would be seen."""
-    mode = program.modes[-1]
-    first = [micro_batches(program, batch)[0] for batch in program.batches()]
-    wrong = stock_outcome(program, "step", mode, first)
-    error = max(deviations(wrong, stock(program, "step", mode)).values())
-    assert error > 20 * program.rtol, f"lost rows would pass: {error}"
-
-
-def checks_of(programs: dict[str, Program]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the two tests that a file of programs has: test_equal_or_named and test_lost_rows_would_be_seen."""
+def check_of(programs: dict[str, Program]) -> Callable[..., None]:
+    """Return the test that a file of programs has: test_equal_or_named."""
 
     @pytest.mark.parametrize("program,mode,face", rows(programs))
     def test_equal_or_named(program: Program, mode: str, face: str) -> None:
         check(program, mode, face)
 
-    @pytest.mark.parametrize("program", splittable(programs))
-    def test_lost_rows_would_be_seen(program: Program) -> None:
-        check_sees_lost_rows(program)
-
-    return test_equal_or_named, test_lost_rows_would_be_seen
+    return test_equal_or_named
 
 
 def rows(programs: dict[str, Program]) -> list[Any]:
-    """Return the cells of the table as the parameters of a test."""
-    table, compiled = [], set()
-    numbers = {name: number for number, name in enumerate(programs)}
-    for mode in ("GRAPH", "PYNATIVE"):
-        for turn, name in enumerate(name for name, each in programs.items() if mode in each.modes):
-            program = programs[name]
-            runs = runs_of(program, mode, turn)
-            first = first_run(program, numbers[name], mode, runs)
-            for way, face in runs:
-                marks = () if (way, face) == first else pytest.mark.second_tier
-                outside = (way, face, *outside_of(program))
-                if outside in compiled:
-                    way = {"PYNATIVE": "PYNATIVE, MS_JIT=0", "GRAPH": "GRAPH, network"}[way]
-                elif way in MODES:
-                    compiled.add(outside)
-                table.append(pytest.param(program, way, face, marks=marks, id=f"{name}-{way}-{face}".replace(" ", "_")))
+    """Return the cells of the table as the parameters of a test; of each program one is in the first tier."""
+    table = []
+    for number, (name, program) in enumerate(programs.items()):
+        runs = [run for mode in program.modes for run in runs_of(program, mode, number)]
+        in_parts = [run for run in runs if run[1] != "step 1"] or runs
+        for way, face in runs:
+            marks = () if (way, face) == in_parts[number % len(in_parts)] else pytest.mark.second_tier
+            table.append(pytest.param(program, way, face, marks=marks, id=f"{name}-{way}-{face}".replace(" ", "_")))
     return table
 
 
-def first_run(program: Program, number: int, mode: str, runs: list[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return which of the runs in a mode is in the first tier, if one of them is."""
-    if mode != program.modes[-1 if number % 4 else 0]:
-        return None
-    op_by_op = [run for run in runs if run[0] != mode and run[1] != "step 1"]
-    if number % 4 > 1 and op_by_op:
-        return op_by_op[0]
-    return [run for run in runs if run[0] == mode][-1]
-
-
-def outside_of(program: Program) -> tuple[Any, ...]:
-    """Return what of a program is in the graphs that the package compiles beside the network."""
-    # What is frozen beforehand, or set to a mode, is in the graph of the network.
-    return program.optimizer, program.between, repr(program.step), program.nature
-
-
-def runs_of(program: Program, mode: str, turn: int) -> list[tuple[str, str]]:
-    """Return what of the program is run in this mode, if it is the turn-th one: ways and faces."""
+def runs_of(program: Program, mode: str, number: int) -> list[tuple[str, str]]:
+    """Return what of the program is run in this mode, if it is the number-th one of its file: ways and faces."""
     if program.nature:
         # The whole batch is compared, and `verify` looks at the micro batches.
         return [(mode if mode == "GRAPH" else f"{mode}, MS_JIT=0", "step 1"), (mode, "step 4")]
@@ -426,29 +371,9 @@ def runs_of(program: Program, mode: str, turn: int) -> list[tuple[str, str]]:
     # MindSpore's Model is no stand-in for its step where they differ.
     apart = {"Model"} if program.own_model else set()
     in_turn = [face for face in faces if face not in apart and (whole or face != "step 1")]
-    compiled = {in_turn[turn % len(in_turn)]} if in_turn else apart
+    compiled = {in_turn[number % len(in_turn)]} if in_turn else apart
+    # The report and the update are in graphs of their own, which are the same for programs of the usual optimizers.
+    is_usual = program.optimizer in (sgd, momentum) and program.between == nothing and number >= len(FACES)
     if mode == "PYNATIVE":
-        return [(mode if face in compiled else f"{mode}, MS_JIT=0", face) for face in faces]
-    compiled |= apart | ({"step 1"} if program.names_whole else set())
-    return [(mode, face) for face in faces if face in compiled]
-
-
-def splittable(programs: dict[str, Program]) -> list[Any]:
-    """Return the programs whose micro batches can be compared with whole batches."""
-    return [
-        pytest.param(each, id=name.replace(" ", "_"))
-        for name, each in programs.items()
-        if each.parts > 1 and each.named is None and each.nature is None
-    ]
-
-
-class MeanOfPair(nn.Cell):
-    """The mean loss of a cell that returns (loss_sum, weight), for MindSpore's own step."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.cell = cell
-
-    def construct(self, *inputs: Any) -> Tensor:
-        loss_sum, weight = self.cell(*inputs)
-        return loss_sum / ops.stop_gradient(weight)
+        return [(mode if face in compiled and not is_usual else f"{mode}, MS_JIT=0", face) for face in faces]
+    return [(f"{mode}, network" if is_usual else mode, face) for face in faces if face in compiled | apart]

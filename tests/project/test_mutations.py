@@ -4,7 +4,6 @@ import ast
 import re
 
 import pytest
-from code_patterns import replaced
 from mutations import MUTATIONS, ROOT
 from tiers import listed, of_second_tier
 
@@ -22,25 +21,3 @@ def test_it_can_be_made_and_there_are_tests_to_see_it(mutation):
 def test_the_page_lists_them():
     page = (ROOT / "tests" / "README.md").read_text()
     assert [each.name for each in MUTATIONS if f"| {each.name} |" not in page] == []
-
-
-SOURCE = """
-class Sums:
-    def mean(self, total, rows):
-        factor = 1 / rows
-        return self.scaled(total, factor / rows)
-"""
-
-
-@pytest.mark.parametrize(
-    "function, old, times",
-    [
-        ("Sums.mean", "2 / ROWS", "0 times"),
-        ("Sums.mean", "rows", "2 times"),
-        ("Sums.mean", "self.scaled(A, A)", "0 times"),
-        ("Sums.sum", "1 / ROWS", "0 definitions of Sums.sum"),
-    ],
-)
-def test_code_that_is_not_there_once_is_an_error(function, old, times):
-    with pytest.raises(ValueError, match=times):
-        replaced(SOURCE, function, old, "1")

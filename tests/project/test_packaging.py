@@ -9,12 +9,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from test_docs import links_of
 
 ROOT = Path(__file__).parents[2]
@@ -51,44 +49,30 @@ print(main(["plot", "run.jsonl"]))
 """
 
 # What follows a `#` is the error that mypy must find in the line, and in no other; pyright finds one in each of them.
-# Nothing is wrong for them where a class of MindSpore is among the types: mypy takes it for an Any, and pyright for an
-# object if `jit_class` decorates it, as it does the loss scalers.
+# Right uses are in typed_sample.py. Nothing is wrong for them where a class of MindSpore is among the types: mypy takes
+# it for an Any, and pyright for an object if `jit_class` decorates it, as it does the loss scalers.
 USER = """
-import numpy as np
 from mindspore import Tensor, nn
-from mindspore.dataset import NumpySlicesDataset
 
-from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, Model, StepOutput, TrainingPlan
-from ms_gradaccum import TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, GradAccumulation, Model, StepOutput, TrainingPlan, TrainOneStepCell
+from ms_gradaccum import load_state, save_state
 
-network = nn.Dense(1, 1)
-optimizer = nn.SGD(network.trainable_params(), 0.1)
-x = Tensor(np.ones((8, 1), np.float32))
 
-loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
-GradAccumulation(network, "4")  # arg-type
-step = TrainOneStepCell(loss_cell, optimizer, accumulation_steps=2, clip=ClipByGlobalNorm(1.0), parallel="auto")
-TrainOneStepCell(loss_cell, optimizer, check_loss="no")  # arg-type
-TrainOneStepCell(loss_cell, optimizer, steps=2)  # call-arg
-TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="ignore")  # arg-type
-output: StepOutput = step(x, x)
-output.lr  # attr-defined
-step.add_callback(print)  # arg-type
-Model(loss_cell, optimizer=optimizer, last_window="drop", mixed_precision="fp16").train(1, NumpySlicesDataset([1]))
-Model(loss_cell, optimizer=optimizer, keep_batchnorm_fp32=True)  # call-arg
-Model(loss_cell, optimizer=optimizer, last_window="keep")  # arg-type
-Model(loss_cell, optimizer=optimizer, parallel=2)  # arg-type
-accumulator = Accumulator(network, optimizer, 4)
-with accumulator.accumulate():
-    accumulator.backward(x)
-    accumulator.clip_grad_norm("1.0")  # arg-type
-    accumulator.step()
-plan = TrainingPlan(dataset_size=8, batch_size=2, epochs=1)
-updates: int = plan.updates
-name: str = plan.updates  # assignment
-place: str = save_state(step, "states", extra={"updates": updates})  # assignment
-save_state(step, "states", extra={"output": {1, 2}})  # dict-item
-updates = load_state(step, "states").extra["updates"]  # assignment
+def use(network: nn.Cell, optimizer: nn.Cell, step: TrainOneStepCell, output: StepOutput, x: Tensor) -> None:
+    GradAccumulation(network, "4")  # arg-type
+    TrainOneStepCell(network, optimizer, check_loss="no")  # arg-type
+    TrainOneStepCell(network, optimizer, steps=2)  # call-arg
+    TrainOneStepCell(network, optimizer, bad_micro_batch="ignore")  # arg-type
+    output.lr  # attr-defined
+    step.add_callback(print)  # arg-type
+    Model(network, optimizer=optimizer, keep_batchnorm_fp32=True)  # call-arg
+    Model(network, optimizer=optimizer, last_window="keep")  # arg-type
+    Model(network, optimizer=optimizer, parallel=2)  # arg-type
+    Accumulator(network, optimizer, 4).clip_grad_norm("1.0")  # arg-type
+    name: str = TrainingPlan(dataset_size=8, batch_size=2, epochs=1).updates  # assignment
+    place: str = save_state(step, "states")  # assignment
+    save_state(step, "states", extra={"output": {1, 2}})  # dict-item
+    updates: int = load_state(step, "states").extra["updates"]  # assignment
 """
 
 
@@ -172,14 +156,6 @@ def test_the_wheel_of_the_source_archive_is_that_of_the_sources(wheel, archive):
     assert contents(archive[".whl"]) == contents(wheel)
 
 
-def test_the_extras_of_the_wheel_are_those_that_the_package_or_its_pages_name(wheel):
-    metadata = metadata_of(wheel)
-    pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    named = {names for page in pages for names in re.findall(r"(?:ms_gradaccum|\.)\[([\w,]+)\]'", page.read_text())}
-    named = {name for names in named for name in names.split(",")}
-    assert named == {"plot", "fusion"} == set(metadata.get_all("Provides-Extra"))
-
-
 def metadata_of(wheel):
     return email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
 
@@ -198,13 +174,6 @@ def test_links_of_the_description_lead_to_the_published_files_of_the_version(sou
     plain = metadata_of(wheel)
     assert links_of(plain.get_payload()) == [link for link in links if "://" in link]
     assert plain.get_all("Project-URL") is None and plain.get_payload().startswith("# ms_gradaccum")
-
-
-@pytest.mark.parametrize("extra", ["plot", "fusion"])
-def test_what_an_extra_asks_for_is_in_the_environment_of_the_tests(wheel, extra):
-    asked = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist")]
-    asked = [each for each in asked if each.marker and each.marker.evaluate({"extra": extra})]
-    assert asked and all(each.specifier.contains(version(each.name)) for each in asked)
 
 
 def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(site, tmp_path):

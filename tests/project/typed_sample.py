@@ -66,8 +66,8 @@ def build() -> tuple[nn.Cell, nn.Cell, tuple[Tensor, Tensor]]:
 
 
 def dataset() -> Dataset:
-    x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
-    return NumpySlicesDataset((x, 2 * x), shuffle=False).batch(2)
+    _, _, (x, y) = build()
+    return NumpySlicesDataset((x.asnumpy(), y.asnumpy()), shuffle=False).batch(2)
 
 
 def step_by_step(folder: Path) -> StepReport | None:
@@ -158,12 +158,7 @@ def by_loop() -> int:
 
 def before_a_training() -> TrainingPlan:
     loss_cell, _, batch = build()
-    plan = TrainingPlan(
-        dataset_size=8,
-        batch_size=2,
-        epochs=1,
-        accumulation_steps=4,
-    )
+    plan = TrainingPlan(dataset_size=8, batch_size=2, epochs=1, accumulation_steps=4)
     report = verify(loss_cell, batch, 4)
     assert_type(report, VerifyReport)
     assert_type(report.parameters, tuple[ParameterDifference, ...])
@@ -172,10 +167,9 @@ def before_a_training() -> TrainingPlan:
     return plan
 
 
-def in_processes_of_their_own() -> str:
-    """Is not run by the test: these start processes that import this file."""
+def in_processes_of_their_own() -> None:
+    """Is not run by the test: it starts processes that import this file."""
     assert_type(find_micro_size(build, "4GiB", report=print), int)
-    return "done"
 
 
 def settings() -> nn.Cell:

@@ -9,7 +9,7 @@ import pytest
 from linear_toy import X, line, mse, sgd
 from mindspore import Tensor, nn, ops, value_and_grad
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from refusal import loss_cell, refuses, warns
+from refusal import all_warnings, loss_cell, refuses, warns
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, Model, TrainOneStepCell
 
@@ -74,7 +74,6 @@ def test_a_mistake_is_answered_with_its_remedy(mistake, what, remedy):
 @pytest.mark.parametrize("compile", [None, True])
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 def test_labels_of_64_bits_are_answered_with_a_cast_in_the_last_line(dtype, compile, monkeypatch):
-    """It was in line 1 of a long message, and sent to PYNATIVE mode, which takes no such labels either."""
     monkeypatch.delenv("MS_JIT")
     ms.set_context(mode=ms.PYNATIVE_MODE if compile else ms.GRAPH_MODE)
     network = nn.Dense(1, 3)
@@ -91,7 +90,6 @@ def test_labels_of_64_bits_are_answered_with_a_cast_in_the_last_line(dtype, comp
 
 
 def test_a_list_of_batches_is_shown_in_one_line():
-    """It was shown in thousands."""
     cell = loss_cell()
     batches = [BATCH] * 100
     with refuses(TypeError, "'train_dataset'", "of type list") as raised:
@@ -122,8 +120,7 @@ def by_loop(dataset, collated=1):
 
 def told_of_rows(train, *args):
     """Return the warnings about the rows of a dataset."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", GradAccumulationWarning)
+    with all_warnings() as caught:
         train(*args)
     return [str(each.message) for each in caught if "batch()" in str(each.message)]
 
@@ -158,7 +155,6 @@ def test_a_loop_that_collates_rows_itself_is_not_told():
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_mindspores_own_step_around_ours_is_told_in_either_mode(trains, mode):
-    """In evaluation mode it trained without a word, with the activations of all micro batches."""
     cell = loss_cell()
     step = nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train(trains)
     with warns("train cell around it is not one of ms_gradaccum"):

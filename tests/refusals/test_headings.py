@@ -9,22 +9,8 @@ from refusal import FACES, refuses, warns
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 
-class VectorLoss(nn.Cell):
-    """A loss that is not reduced."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x, y):
-        return (self.network(x) - y).reshape(-1)
-
-
-class SumLoss(VectorLoss):
-    """A loss that is no mean over rows."""
-
-    def construct(self, x, y):
-        return ((self.network(x) - y) ** 2).sum()
+def loss_of(network, reduction):
+    return nn.WithLossCell(network, nn.MSELoss(reduction))
 
 
 BATCH = Tensor(X), Tensor(np.float32(2) * X)
@@ -34,7 +20,7 @@ BATCH = Tensor(X), Tensor(np.float32(2) * X)
 def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
     network = line()
     build = FACES[called]
-    train = build(VectorLoss(network), sgd(network), *BATCH, accumulation_steps=2)
+    train = build(loss_of(network, "none"), sgd(network), *BATCH, accumulation_steps=2)
     with refuses(ValueError, f"For '{called}', the argument 'network'"):
         train()
     train = build(mse(network), sgd(network), BATCH[0], accumulation_steps=2)
@@ -43,27 +29,26 @@ def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
 
 
 @pytest.mark.parametrize("called", FACES)
-def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
+@pytest.mark.parametrize("parts", [None, 2], ids=["of its own", "of GradAccumulation"])
+def test_a_grad_accumulation_keeps_its_name_in_errors_and_warnings(called, parts):
     network = line()
-    train = FACES[called](SumLoss(network), sgd(network), *BATCH, accumulation_steps=2)
-    with warns(f"For '{called}', the loss of two"):
+
+    def train(reduction):
+        cell = loss_of(network, reduction)
+        cell = cell if parts is None else GradAccumulation(cell, parts)
+        run = FACES[called](cell, sgd(network), *BATCH, accumulation_steps=2)
         for _ in range(2):
-            train()
+            run()
 
-
-@pytest.mark.parametrize("called", FACES)
-def test_a_grad_accumulation_keeps_its_name(called):
-    network = line()
-    train = FACES[called](GradAccumulation(SumLoss(network), 2), sgd(network), *BATCH, accumulation_steps=2)
-    with warns("For 'GradAccumulation', the loss of two"):
-        train()
-    train = FACES[called](GradAccumulation(VectorLoss(network), 2), sgd(network), *BATCH, accumulation_steps=2)
-    with refuses(ValueError, "For 'GradAccumulation', the argument 'network'"):
-        train()
+    name = called if parts is None else "GradAccumulation"
+    with warns(f"For '{name}', the loss of two"):
+        train("sum")
+    with refuses(ValueError, f"For '{name}', the argument 'network'"):
+        train("none")
 
 
 def test_a_network_in_half_precision_is_named_alike():
     network = line()
-    step = TrainOneStepCell(VectorLoss(network), sgd(network), mixed_precision="fp16")
+    step = TrainOneStepCell(loss_of(network, "none"), sgd(network), mixed_precision="fp16")
     with refuses(ValueError, "For 'TrainOneStepCell', the argument 'network'"):
         step(*BATCH)

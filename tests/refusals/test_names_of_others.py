@@ -1,7 +1,5 @@
 """Cells and arguments of other libraries in the place of those of this package: taken as meant, or named."""
 
-import inspect
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -148,14 +146,3 @@ def test_columns_of_other_names_are_named(batch, got, remedy, eager):
     accumulator = Accumulator(GradAccumulation(cell, 2), sgd(cell))
     with refuses(TypeError, remedy):
         accumulator.backward(**{name: Tensor(np.array(value)) for name, value in batch.items()})
-
-
-@pytest.mark.parametrize("kind", [TrainOneStepCell, Model, Accumulator])
-def test_a_signature_shows_the_options_of_a_step_with_their_defaults(kind):
-    """They stand in one place, so that a constructor itself takes them as keywords of any name."""
-    shown = inspect.signature(kind).parameters
-    defaults = {"accumulation_steps": 1, "clip": None, "mixed_precision": None, "parallel": "auto"}
-    defaults |= {"bad_micro_batch": "skip_window", "compile": None, "check_loss": True}
-    assert {name: shown[name].default for name in defaults} == defaults
-    assert "options" not in shown and shown["check_loss"].annotation is bool
-    assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(defaults)[1:])

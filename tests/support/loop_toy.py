@@ -50,7 +50,7 @@ def renew(accumulator, config=None):
     accumulator.drop()
     accumulator.events = Events("Accumulator")
     for trained in accumulator.windows:
-        trained.micro_steps.events, trained.mistakes = accumulator.events, Counter()
+        trained.micro_steps.events, trained.mistakes, trained.last_clip = accumulator.events, Counter(), None
     accumulator.driver = LoopDriver(config or accumulator.config, accumulator.windows, accumulator.events)
 
 

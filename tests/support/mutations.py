@@ -51,7 +51,7 @@ class Mutation:
         return replaced(source, self.function, self.old, self.new)
 
 
-WHOLE_BATCH = ("training/test_train_step.py", "training/test_grad_accumulation.py", "programs/test_losses.py")
+WHOLE_BATCH = ("training/test_train_step.py", "training/test_grad_accumulation.py")
 CLIPS = ("gradients/test_grad_clip.py", "gradients/test_loss_scale.py")
 RANKS = ("distributed/test_parallel.py", "distributed/test_parallel_precision.py")
 STATES = ("checkpoint/test_state.py", "checkpoint/test_state_objects.py")
@@ -296,7 +296,7 @@ for end in self.of_optimizers:
         "LossMeasurement._finding",
         "abs(error_of(WHOLE, *PARTS)) <= LOSSES.rounding(WHOLE, *PARTS)",
         "abs(error_of(WHOLE, *PARTS)) <= 10",
-        ("batch/test_losses_as_written.py", "programs/test_losses.py"),
+        ("batch/test_losses_as_written.py",),
     ),
     Mutation(
         "the measurement of a loss does not put the random states back",

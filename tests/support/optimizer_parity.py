@@ -68,11 +68,12 @@ def one_layer():
     return RowLoss(dense(3, 2, 0.2, 0.6, seed=2))
 
 
-def batches(columns=3):
+def batches():
+    """Batches of ROWS rows as NumPy arrays (x, y, factor), one for each window."""
     random = np.random.default_rng(3)
     result = []
     for i in range(WINDOWS):
-        x = random.uniform(0.5, 1.5, (ROWS, columns)).astype(np.float32)
+        x = random.uniform(0.5, 1.5, (ROWS, 3)).astype(np.float32)
         y = random.uniform(4, 8, (ROWS, 2)).astype(np.float32) * (-1 if i == 2 else 1)
         result.append((x, y, np.ones(ROWS, np.float32)))
     return result

@@ -1,7 +1,4 @@
-"""Values that nobody should give, and what must come of a call with them: a result, or one of our sentences.
-
-A test of one more call needs a `Call` with the known good values of its arguments; `arguments` mixes others in.
-"""
+"""Values that nobody should give, and what must come of a call with them: a result, or one of our sentences."""
 
 import math
 import re
@@ -13,9 +10,7 @@ import mindspore as ms
 import numpy as np
 import tiers
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from linear_toy import X, line, sgd
-from loop_toy import batch as batch_of
 from mindspore import Tensor
 from refusal import loss_cell
 
@@ -74,47 +69,26 @@ BUILT = [
 ODD = [*(lambda value=value: value for value in (*NUMBERS, *TEXTS, *FIXED)), *BUILT]
 
 
-def anything():
-    """Values of any type: numbers out of range, texts, nests, tensors, cells, functions."""
-    odd = st.sampled_from(ODD).map(lambda make: make())
-    flat = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.integers(), st.floats(), st.text(max_size=3))
-    nests = st.one_of(st.lists(flat, max_size=3), st.dictionaries(flat.filter(is_hashable), flat, max_size=2))
-    return st.one_of(odd, odd, flat, nests)
-
-
-def is_hashable(value):
-    return value.__hash__ is not None
-
-
 @dataclass(frozen=True)
 class Call:
     """A public call.
 
     Attributes:
         make: Calls it with the arguments by name.
-        good: Known good values of each argument.
-        needed: Those that are always given.
+        names: The arguments that odd values are tried for.
+        good: Returns good values of those that are always given.
         use: Does with the result what it is for, and asserts that it is right.
         takes_anything: Arguments that are not looked at when the others are good.
     """
 
     make: Callable[..., Any]
-    good: dict[str, Any]
-    needed: tuple[str, ...] = ()
+    names: str
+    good: Callable[[], dict[str, Any]] = dict
     use: Callable[[Any], Any] = field(default=repr)
     takes_anything: list[str] = field(default_factory=list)
 
     def __str__(self):
         return self.make.__name__
-
-
-@st.composite
-def arguments(draw, call, most_bad=2):
-    """Return arguments of a call, and the names of those that may be bad."""
-    names = list(call.good)
-    bad = draw(st.lists(st.sampled_from(names), max_size=most_bad, unique=True))
-    given = [name for name in names if name in call.needed or name in bad or draw(st.booleans())]
-    return {name: draw(anything() if name in bad else call.good[name]) for name in given}, bad
 
 
 def attempt(call, *args, errors=(TypeError, ValueError), stock=None, **kwargs):
@@ -135,4 +109,4 @@ def refusal(call, *args, **kwargs):
     return attempt(call, *args, **kwargs)[1]
 
 
-ALL_ROWS = batch_of(*X.ravel())
+ALL_ROWS = Tensor(X), Tensor(2 * X)
