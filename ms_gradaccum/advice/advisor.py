@@ -159,11 +159,12 @@ class Advisor(SilentAdvisor):
         self.make_measurement = functools.partial(measurement_of, network, parameters, reducers[0], training)
         self.measurement = self.make_measurement()
         self.is_unmeasured = self.measurement is not None
-        # The batch that is trained now; None between two batches.
+        # The batch that is trained now; None after it, unless it has failed.
         self.batch: SeenBatch | None = None
 
     @_harmless
     def before_batch(self, batch: SeenBatch, make_program: Callable[[], Program]) -> None:
+        follows_failure = self.batch is not None
         self.batch = batch
         self.is_unmeasured = False
         self.first_batches.look(batch.inputs, batch.split, batch.is_eager)
@@ -172,7 +173,7 @@ class Advisor(SilentAdvisor):
             if is_first:
                 self.watch.restart()
             self.watch.begin_batch()
-        if is_first and self.measurement is not None and self.measurement.windows < 2:
+        if is_first and not follows_failure and self.measurement is not None and self.measurement.windows < 2:
             self._end_measuring(self.measurement.begin_window(self._rows_of(batch), make_program()))
         if self.measurement is not None:
             self._end_measuring(self.measurement.before_batch())

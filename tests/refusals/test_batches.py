@@ -15,7 +15,7 @@ from refusal import loss_cell, new_step, refuses, warns
 from step_probe import changed, keeping_step, number, values_of
 from strategies import endless, refusal
 
-from ms_gradaccum import GradAccumulation, TokenMeanLoss, verify
+from ms_gradaccum import GradAccumulation, GradAccumulationWarning, TokenMeanLoss, verify
 
 EIGHT, FOUR_ROWS, NO_ROWS = Tensor(X), Tensor(X[:4]), np.zeros((0, 1), np.float32)
 # The inputs, the batch_axis, and what is said of it.
@@ -109,7 +109,8 @@ def test_a_network_that_returns_something_else_is_refused_in_both_modes(form, we
     before = values_of(step)
     for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
         ms.set_context(mode=mode)
-        with refuses(ValueError, "'network'", what, f"but got {got}"):
+        with warnings.catch_warnings(), refuses(ValueError, "'network'", what, f"but got {got}"):
+            warnings.simplefilter("error", GradAccumulationWarning)
             step(EIGHT)
         assert not changed(before, values_of(step))
 
