@@ -247,10 +247,9 @@ def test_clips_take_a_reduction_a_limit_of_the_norm_none_and_16_bits_a_message()
 # Checkpoints, and other numbers of processes.
 
 
-def without_redundancy(step, saved):
+def without_redundancy(step, saved, target):
     """Save with MindSpore's callback that leaves out what other ranks have, and return the names of what differs."""
     config = CheckpointConfig(remove_redundancy=True, integrated_save=False, format="safetensors")
-    target = folder() / f"callback_{RANK}"
     params = _InternalCallbackParam(
         train_network=step,
         cur_step_num=3,
@@ -265,12 +264,12 @@ def without_redundancy(step, saved):
     return [name for name in step.parameter_layout_dict if name not in found or (found[name] != saved[name]).any()]
 
 
-@on_ranks(2, 4)
-def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shards():
-    """Saved in the middle of the second window."""
-    network, step = build_step(parallel=KINDS["all shards"], accumulation_steps=2)
-    train_batches(step, range(3), RANK, SIZE)
-    path = folder() / f"rank_{RANK}.ckpt"
+@on_ranks(2, 4, cases=[("all shards", 3), ("all shards, level2", 2)])
+def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shards(kind, saved_after):
+    """Saved in the middle of the second window, and at its beginning."""
+    network, step = build_step(parallel=KINDS[kind], accumulation_steps=2)
+    train_batches(step, range(saved_after), RANK, SIZE)
+    path = folder() / f"{kind}_{RANK}.ckpt"
     ms.save_checkpoint(step, str(path))
     saved = ms.load_checkpoint(str(path))
     for weight in build_network().trainable_params():
@@ -278,26 +277,26 @@ def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shar
             assert saved[name].shape == weight.shape
     assert not [name for name in saved if "shard" in name]
     # MindSpore's ModelCheckpoint with `remove_redundancy` must not take the parts of other ranks for copies of its own.
-    assert without_redundancy(step, saved) == []
+    assert without_redundancy(step, saved, path.with_suffix("")) == []
     whole = step.parameters_dict()
-    ms.save_checkpoint(whole, str(path.with_name(f"dict_{RANK}.ckpt")))
+    ms.save_checkpoint(whole, str(path.with_name(f"dict_{path.name}")))
     ways = {
         "read": whole,
         "copied": copy.deepcopy(whole),  # EarlyStopping keeps the best parameters in such a copy.
         "cloned": {name: each.clone() for name, each in whole.items()},
         "listed": {name: Tensor(each.tolist(), each.dtype) for name, each in whole.items()},
         "set": {name: Parameter(ops.zeros(each.shape, each.dtype)).set_data(each) for name, each in whole.items()},
-        "saved": ms.load_checkpoint(str(path.with_name(f"dict_{RANK}.ckpt"))),
+        "saved": ms.load_checkpoint(str(path.with_name(f"dict_{path.name}"))),
     }
     for how, parameters in ways.items():
         for name, each in parameters.items():
             assert (each.asnumpy() == saved[name].asnumpy()).all(), (how, name)
-    train_batches(step, [3], RANK, SIZE)
+    train_batches(step, range(saved_after, 4), RANK, SIZE)
     close(weights_of(network), whole_batches("Adam", PAIRS))
     for name in ("data parallel", "two shards"):
         other, step = build_step(parallel=KINDS[name], accumulation_steps=2)
-        assert ms.load_param_into_net(step, saved) == ([], [])
-        train_batches(step, [3], RANK, SIZE)
+        assert ms.load_param_into_net(step, ms.load_checkpoint(str(path))) == ([], [])
+        train_batches(step, range(saved_after, 4), RANK, SIZE)
         close(weights_of(other), weights_of(network), 2e-6, 2e-7)
 
 
