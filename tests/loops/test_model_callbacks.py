@@ -7,12 +7,11 @@ import signal
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import ALL, AtStep, Recorder, X, batches, descend, line, mse, toy, toy_step, toy_with_metrics, weight_of
+from linear_toy import ALL, AtStep, Recorder, X, batches, descend, line, mse, toy, toy_step, weight_of
 from mindspore import Tensor, amp, experimental, nn, ops
 from mindspore.train import (
     BackupAndRestore,
     CheckpointConfig,
-    History,
     LambdaCallback,
     LearningRateScheduler,
     LossMonitor,
@@ -76,18 +75,6 @@ def test_loss_monitor_ends_the_training_at_an_invalid_loss(last_window):
     # What the bad rows left in the window would end each later training too.
     model.train(1, batches(2), LossMonitor())
     assert np.isfinite(weight_of(network)) and weight_of(network) > 0
-
-
-def test_history_and_lambda_callback_follow_the_epochs():
-    epochs, history = [], History()
-    network, model = toy_with_metrics(accumulation_steps=2)
-    watch = LambdaCallback(on_train_epoch_end=lambda context: epochs.append(context.original_args().cur_epoch_num))
-    model.fit(2, batches(4), batches(8), callbacks=[history, watch])
-    after_first, after_second = descend(ALL), descend(ALL, ALL)
-    assert epochs == history.epoch["epoch"] == [1, 2]
-    # The loss of the window is that before its update, the metric of the validation that after it.
-    assert history.history["net_output"] == pytest.approx([loss_of(0, *ALL), loss_of(after_first, *ALL)], rel=1e-4)
-    assert history.history["mse"] == pytest.approx([loss_of(w, *ALL) for w in (after_first, after_second)], rel=1e-4)
 
 
 def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(mode):
