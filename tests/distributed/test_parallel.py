@@ -11,6 +11,7 @@ from described_messages import bytes_of_sums, described, sent_by
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_group_size
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from open_window import buffer_of, reducer_of
@@ -18,7 +19,6 @@ from quick_mindspore import compiling, eagerly
 from ranks import RANK, SIZE, assert_same, folder, on_ranks, own_share, told
 from refusal import refuses
 from scenarios import (
-    BOUNDS,
     BY_HAND,
     CLIPS,
     NO_SPIKE,
@@ -43,6 +43,7 @@ from scenarios import (
     weights_of,
     whole_batches,
 )
+from step_probe import operators
 
 from ms_gradaccum import (
     HSDP,
@@ -112,18 +113,34 @@ def test_each_entry_is_clipped_by_itself(name):
     check_like_one_process(network, output, "value")
 
 
+# These are compiled, and the collectives in their graphs are counted.
+COMPILED = {2: ["data parallel", "all shards"], 4: ["two shards, level2"]}
+COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
+
+
 @on_ranks(2, 4, cases=[*KINDS, "nothing above the threshold"], compiled=True)
-def test_clipping_sees_the_whole_gradient(name):
-    """Some of them are compiled."""
+def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_describes(name):
     kind = KINDS.get(name, HSDP())
-    is_compiled = name in (["data parallel", "all shards"] if SIZE == 2 else ["two shards, level2"])
-    measures = is_compiled and name != "data parallel"
-    with nullcontext() if is_compiled else eagerly():
-        network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=measures)
-        output = train_batches(step, range(STEPS), RANK, SIZE, ONE_SHAPE if is_compiled else BOUNDS)
+    if name not in COMPILED[SIZE]:
+        with eagerly():
+            network, optimizer, output = train("Adam", "norm", RANK, SIZE, parallel=kind)
+    else:
+        cells, compile_cell = [], _cell_graph_executor.compile
+
+        def note(cell, *inputs, **settings):
+            cells.append(cell)
+            return compile_cell(cell, *inputs, **settings)
+
+        network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[SIZE][-1])
+        optimizer = step.optimizer
+        with mock.patch.object(_cell_graph_executor, "compile", note):
+            output = train_batches(step, range(STEPS), RANK, SIZE, ONE_SHAPE)
+        traffic = described(reducer_of(step).layout)
+        expected = sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update)
+        assert collectives_in(cells) == expected != []
     check_like_one_process(network, output, "norm")
     if isinstance(kind, HSDP) and kind.threshold == 0:
-        check_state_size(step.optimizer, kind.shard_size if kind.shard_size > 0 else SIZE)
+        check_state_size(optimizer, kind.shard_size if kind.shard_size > 0 else SIZE)
 
 
 def check_state_size(optimizer, shards):
@@ -133,6 +150,20 @@ def check_state_size(optimizer, shards):
     small = sizes[-2] + sizes[-1]  # Three rows cannot be divided.
     rest = state_size(nn.Adam(network.trainable_params())) - 3 * sum(sizes)  # The count of updates and the like.
     assert state_size(optimizer) == 3 * ((sum(sizes) - small) // shards + small) + rest
+
+
+def collectives_in(cells):
+    """The collective operators of a micro batch and of an update: of each kind of graph once, whatever its shapes.
+
+    Some ranks have no micro batch left and take part by `add_nothing`; a `_Collective` asks how many they are.
+    """
+    graphs = {}
+    for cell in cells:
+        adds_nothing = getattr(getattr(cell, "method", None), "__name__", "") == "add_nothing"
+        if not adds_nothing and type(cell).__name__ != "_Collective":
+            found = sorted(each for each in operators(cell, cell.current_phase) if each in COLLECTIVES)
+            graphs[type(cell).__name__, tuple(found)] = found
+    return sorted(sum(graphs.values(), []))
 
 
 @on_ranks(2, compiled=True)

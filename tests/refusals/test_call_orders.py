@@ -1,5 +1,6 @@
 """Calls in any order: each does what it says, beside a model of one weight, or is refused and changes nothing."""
 
+import warnings
 from contextlib import suppress
 from tempfile import TemporaryDirectory
 
@@ -9,15 +10,25 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from linear_toy import X
+from linear_toy import X, line, sgd
 from loop_toy import FOUR, batch, toy_loop, updates_of
-from mindspore import Tensor, nn
-from modelled_window import ROWS, Modelled
+from mindspore import Tensor, nn, ops
+from modelled_window import ROWS, ROWS_OF_TWO, Modelled
 from refusal import refuses, warns
 from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
-from strategies import examples, refusal
+from strategies import endless, examples, refusal
 
-from ms_gradaccum import Accumulator, load_state, save_state
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+
+
+def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
+    _, accumulator = toy_loop(2)
+    accumulator.backward(*FOUR[0])
+    with accumulator.accumulate():
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "backward() must come"):
+            accumulator.backward(*FOUR[1])
+        accumulator.zero_grad()
 
 
 def test_a_window_is_clipped_in_one_way():
@@ -306,3 +317,142 @@ class AccumulatorOrders(Modelled):
 
 TestAccumulatorOrders = AccumulatorOrders.TestCase
 TestAccumulatorOrders.settings = examples(20, stateful_step_count=25)
+
+
+class Stumbling:
+    """A callback that raises at one of the events of a step, once."""
+
+    at = None
+
+    def on_micro_batch_begin(self, event):
+        self.stumble(("micro_batch", event.micro_batch))
+
+    def on_update_begin(self, event):
+        self.stumble("update")
+
+    def stumble(self, place):
+        if self.at == place:
+            self.at = None
+            raise OSError("no more storage")
+
+
+THREE_X, THREE_Y = batch(1, 2, 3)
+BAD = {
+    "nothing": (),
+    "no tensor": (None, "y"),
+    "one input": (THREE_X,),
+    "three inputs": (THREE_X, THREE_Y, THREE_Y),
+    "rows that disagree": (THREE_X, THREE_Y[:2]),
+    "no rows": batch(),
+    "no axes": (Tensor(1.0), Tensor(2.0)),
+    "one without rows": (THREE_X, np.zeros((0, 1), np.float32)),
+    "an array of objects": (np.array([[None]] * 3), THREE_Y),
+    "long doubles": (np.ones((3, 1), np.longdouble), THREE_Y),
+    "a nest without an end": (THREE_X, endless()),
+    "an unknown name": {"data": THREE_X, "target": THREE_Y},
+    "a name twice": {"args": (THREE_X,), "data": THREE_X},
+}
+
+
+def call(step, bad):
+    if isinstance(bad, tuple):
+        return step(*bad)
+    return step(*bad.get("args", ()), **{name: value for name, value in bad.items() if name != "args"})
+
+
+class StepOrders(Modelled):
+    """TrainOneStepCell, two micro batches to a batch."""
+
+    built = []
+
+    @initialize(steps=st.integers(1, 3))
+    def build(self, steps):
+        if not self.built:  # Compiled once: neither the weight nor the length of a window is in a graph.
+            network = line()
+            step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network))
+            callback = Stumbling()
+            step.add_callback(callback)
+            self.built[:] = network, step, callback
+        self.network, self.step, self.callback = self.built
+        self.step.body.accumulation_steps = self.steps = steps
+        self.step.drop()
+        self.network.weight.set_data(ops.zeros_like(self.network.weight))
+        self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
+        events = self.step.events
+        events.batches = events.updates = events.skipped_updates = events.micro_batches = 0
+        self.count = self.micro_batches = 0
+        self.begin_model()
+
+    def numbers(self):
+        return values_of(self.step) | {"events": np.array([self.step.events.micro_batches, self.step.open_batches()])}
+
+    @rule(rows=ROWS)
+    def call(self, rows):
+        output = self.step(*batch(*rows))
+        self.add_rows(rows)
+        self.batches += 1
+        self.micro_batches += min(2, len(rows))
+        self.count = (self.count + 1) % self.steps
+        assert output.updated.asnumpy() == (self.update() if self.count == 0 else False)
+
+    @rule()
+    def flush(self):
+        output = self.step.flush()
+        if self.count == 0:
+            assert output is None
+        else:
+            assert bool(output.updated.asnumpy()) == self.update()
+            self.count = 0
+
+    @rule()
+    def drop(self):
+        assert self.step.drop() == self.count
+        self.throw_away()
+        self.count = 0
+
+    @rule(name=st.sampled_from(sorted(BAD)))
+    def bad_batch(self, name):
+        before = self.numbers()
+        assert refusal(call, self.step, BAD[name]) is not None
+        assert not changed(before, self.numbers())
+
+    @rule(rows=ROWS_OF_TWO, micro_batch=st.integers(0, 1))
+    def fail_in_a_micro_batch(self, rows, micro_batch):
+        before = self.numbers()
+        self.callback.at = ("micro_batch", micro_batch)
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(OSError):
+            warnings.simplefilter("always")
+            self.step(*batch(*rows))
+        # The first micro batch cannot be taken out of the sums again.
+        lost = micro_batch == 1 and self.count > 0
+        said = [each for each in caught if "a batch failed" in str(each.message)]
+        assert len(said) == lost
+        if micro_batch == 0:
+            assert not changed(before, self.numbers())
+        else:
+            self.throw_away()
+            self.count = 0
+
+    @rule(rows=ROWS)
+    def fail_before_the_update(self, rows):
+        if self.count + 1 < self.steps:
+            return
+        self.callback.at = "update"
+        with pytest.raises(OSError):
+            self.step(*batch(*rows))
+        self.batches += 1
+        self.micro_batches += min(2, len(rows))
+        self.throw_away()
+        self.count = 0
+
+    @invariant()
+    def is_as_modelled(self):
+        if not hasattr(self, "step"):
+            return
+        self.compare(self.network, self.step.body.buffer, self.step.events)
+        assert self.step.open_batches() == self.count
+        assert self.step.events.micro_batches == self.micro_batches
+
+
+TestStepOrders = StepOrders.TestCase
+TestStepOrders.settings = examples(20, stateful_step_count=25)

@@ -42,6 +42,10 @@ def unit(x):
     return x / ops.sqrt((x * x).sum(-1, keepdims=True) + 1e-9)
 
 
+def kl(mean, log_var):
+    return -0.5 * (1 + log_var - mean.square() - log_var.exp())
+
+
 # By name: the function, its inputs, and the outputs of its network.
 WRONG = {}
 RIGHT = {}
@@ -91,6 +95,17 @@ def hard_examples(net, x, y):
     return (each * ops.stop_gradient(ops.softmax(2 * each, 0))).sum()
 
 
+@wrong(X, LABELS)
+def worst_row(net, x, y):
+    return ops.cross_entropy(net(x), y, reduction="none").max()
+
+
+@wrong(X, BOXES, out=4)
+def dice_of_batch(net, x, y):
+    p = ops.sigmoid(net(x))
+    return 1 - 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
+
+
 @wrong(X, Y)
 def in_batch_negatives(net, x, y):
     scores = ops.matmul(unit(net(x)), unit(y).T) / 0.2
@@ -113,11 +128,29 @@ def sum_of_squares(net, x, y):
     return ((net(x) - y) ** 2).sum()
 
 
+@wrong(X, WEIGHTS, out=1)
+def cox_survival(net, x, time):
+    s = net(x)[:, 0]
+    later = (time.expand_dims(0) >= time.expand_dims(1)).astype(ms.float32)
+    return (ops.log((later * ops.exp(s)).sum(-1)) - s).mean()
+
+
+@wrong(X, Y, out=6)
+def vae_summed(net, x, y):
+    mean, log_var = ops.chunk(net(x), 2, -1)
+    return (mean - y).square().sum() + kl(mean, log_var).sum()
+
+
 @wrong(X, LABELS)
 def load_balance(net, x, y):
     p = ops.softmax(net(x), -1)
     share = ops.one_hot(p.argmax(-1), 3, Tensor(1.0), Tensor(0.0)).mean(0)
     return 3 * (share * p.mean(0)).sum()
+
+
+@right(X, Y)
+def mean_of_norms(net, x, y):
+    return ops.norm(net(x) - y, dim=-1).mean()
 
 
 @right(X, TOKENS, VALID, out=15)
@@ -136,6 +169,11 @@ def ppo(net, x, advantage):
     log_p = net(x)[:, 0]
     ratio = ops.exp(log_p - ops.stop_gradient(log_p))
     return -ops.minimum(ratio * advantage, ops.clamp(ratio, 0.8, 1.2) * advantage).mean()
+
+
+@right(X, LABELS)
+def smooth_labels(net, x, y):
+    return ops.cross_entropy(net(x), y, label_smoothing=0.1)
 
 
 @right(X, LABELS)

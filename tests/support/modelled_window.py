@@ -9,6 +9,7 @@ from ms_gradaccum import TrainingPlan
 RATE = 0.02
 # Small enough for a weight that does not run away; a NaN spoils its window.
 ROWS = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, 5.0, np.nan]), min_size=1, max_size=3)
+ROWS_OF_TWO = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, 5.0, np.nan]), min_size=2, max_size=3)
 
 
 class Modelled(RuleBasedStateMachine):
