@@ -25,7 +25,7 @@ def run_parts(request, processes, root):
     Those that compile for GPU, as `FOR_GPU` says, come last.
     """
     modules = {getattr(item, "module", None) for item in request.session.items}
-    modules = [module for module in modules if processes in getattr(module, "SIZES", ())]
+    modules = [module for module in modules if hasattr(module, "PART") and processes in module.SIZES]
     for_gpu = [module for module in modules if getattr(module, "FOR_GPU", False)]
     extra = request.getfixturevalue("stand_ins_for_cuda") if for_gpu else {}
     # As the files are called, so that it is always the same order.
