@@ -9,8 +9,8 @@ usage() {
 ./run.sh sample NAME
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
                    mixed_precision, contrastive
-./run.sh test      format, lint, types, then the first tier of the tests, in 6 minutes on two cores
-./run.sh test all  the same with all tests, in 20 minutes; the second tier is what tests/second_tier.txt lists
+./run.sh test      format, lint, types, then the first tier of the tests, in 4 minutes on two cores
+./run.sh test all  the same with all tests, in 15 minutes; the second tier is what tests/second_tier.txt lists
 ./run.sh test ARGUMENTS
                    the same with the tests that pytest chooses by these arguments, in whichever tier
 ./run.sh quick     the tests that tests/quick.txt lists, in 3 to 4 minutes on one core; more arguments go to pytest.
