@@ -144,10 +144,11 @@ class BlockwiseCrossEntropy(nn.Cell):
             done = (hidden_grads[-1], weight_grads[-1], bias_grads[-1])
             hidden = ops.depend(hidden, done)
             weight = ops.depend(weight, done)
+        # Neither `joined` nor `as_dtype`: after many blocks, MindSpore's compiler fails at a function that is called
+        # for the first time.
         hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else ops.concat(hidden_grads)
         weight_grad = weight_grads[0] if len(weight_grads) == 1 else ops.concat(weight_grads)
         bias_grad = bias_grads[0] if len(bias_grads) == 1 else ops.concat(bias_grads)
-        # Not `as_dtype`: after many blocks, MindSpore's compiler fails at a function that is called for the first time.
         if weight.dtype != ms.float32:
             weight_grad = ops.cast(weight_grad, weight.dtype)
         if hidden.dtype != ms.float32:

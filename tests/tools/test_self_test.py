@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -162,9 +165,32 @@ def test_one_worker_starts_no_job():
     assert (outcome["outcome"], outcome["said"]) == ("skipped", "it takes several processes")
 
 
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    # What is started in the background would ignore a Ctrl-C.
+    settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    before = set(processes_with(IN_JOB))
+    arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
+    arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
+    settings |= {"stdout": subprocess.DEVNULL, "cwd": tmp_path}
+    with subprocess.Popen(arguments, env=environment, text=True, **settings) as process:
+        while not set(processes_with(IN_JOB)) - before:
+            assert process.poll() is None
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "it was interrupted, and its processes have ended." in said
+    assert set(processes_with(IN_JOB)) <= before and list(tmp_path.iterdir()) == []
+
+
 def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):
-    found = {"device": "CPU", "workers": 2, "seconds": 1.0, "passed": 2, "failed": 0, "skipped": 0, "cells": []}
+    found = {"device": "CPU", "workers": 2, "seconds": 1.0, "passed": 0, "failed": 1, "skipped": 0}
+    found["cells"] = [{"outcome": "failed", "said": "losses differ"}]
     monkeypatch.setattr(SELF_TEST, lambda *args, **settings: found)
+    assert command.main(["test", "--output", str(tmp_path / "found.json")]) == 1
+    assert "0 passed, 1 failed, 0 skipped on CPU" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["cells"][0]["said"] == "losses differ"
+    found |= {"passed": 2, "failed": 0}
     monkeypatch.chdir(tmp_path)
     assert command.main(["test"]) == 0
     written = tmp_path / "ms_gradaccum_test.json"
