@@ -554,6 +554,15 @@ def test_all_rows_that_are_nan_are_no_finding(eager):
     assert said_of(Of(squares), Tensor(X * np.nan), Tensor(Y), batches=1) == []
 
 
+def test_a_micro_batch_without_a_valid_row_is_said(network_mode):
+    def masked_mean(cell, x, mask):
+        return (cell.net(x).square().mean(-1) * mask).sum() / mask.sum()
+
+    valid = np.arange(16) < 12
+    (said,) = said_of(Of(masked_mean), Tensor(X), Tensor(valid.astype(np.float32)), batches=1)
+    assert "is not the mean of their losses (one of them is not finite)" in said
+
+
 # ---- state that micro batches see of each other
 
 

@@ -1,6 +1,7 @@
 """Micro batches by tokens: each row once, within the limit, few shapes, and the gradient of the whole batch."""
 
 import itertools
+import operator
 
 import mindspore as ms
 import numpy as np
@@ -156,6 +157,12 @@ def test_padding_is_cut_off_and_rows_are_sorted():
         assert rows * length <= LIMIT
         tokens += rows * length
     assert (tokens, LABELS.size) == (288, 480)
+
+
+def test_a_batch_that_fits_is_passed_as_it_is():
+    row = (Tensor(X[1:2]), Tensor(LABELS[1:2]))
+    (micro_batch,) = by_tokens(TokenMeanLoss(Causal())).split(*row).micro_batches
+    assert all(map(operator.is_, micro_batch.tensors, row))
 
 
 def test_a_mean_over_rows_counts_by_rows(mode):
