@@ -8,7 +8,7 @@ import numpy as np
 
 from ms_gradaccum.advice.loss_of_rows import LossOfRows, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
-from ms_gradaccum.backend.snapshot import Array, as_array
+from ms_gradaccum.backend.arrays import Array, as_array
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
 # The relative difference of gradients that rounding explains.

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.snapshot import Array, as_array
+from ms_gradaccum.backend.arrays import Array, as_array
 
 # The norms of so many first gradients are compared, which are copied from the device for that.
 _NUM_NORMS = 4

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum.backend.snapshot import Array, as_array
+from ms_gradaccum.backend.arrays import Array, as_array
 from ms_gradaccum.batch.split import BatchAxis, Flattened, SplitBatch, count_rows
 from ms_gradaccum.batch.structure import SequenceOf
 

@@ -6,8 +6,8 @@ import numpy as np
 from mindspore import Parameter, nn
 
 from ms_gradaccum._checks import listed, warn
+from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.optimizers import settable_rates
-from ms_gradaccum.backend.snapshot import Array, few_elements
 from ms_gradaccum.gradients.buffer import BatchCount
 
 # The number of windows that are checked: it takes reads from the device.

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, inner_optimizer, optimizers_in
-from ms_gradaccum.backend.snapshot import Array, few_elements
 from ms_gradaccum.backend.tensors import Done
 
 

@@ -12,12 +12,11 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import is_a
-from ms_gradaccum.backend.device import is_host
+from ms_gradaccum.backend.arrays import Array, as_array
 from ms_gradaccum.backend.held_values import GENERATORS, content_of, fill
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.random_states import put_random_states, random_states
-from ms_gradaccum.backend.tensors import Array as Array
 
 # The name of the module is that of a function, too.
 _SEEDS: Any = sys.modules["mindspore.common.seed"]
@@ -61,20 +60,6 @@ class SnapshotTensors:
 
 def _fingerprint(tensor: Tensor) -> int:
     return zlib.crc32(np.ascontiguousarray(as_array(tensor)).data)
-
-
-def as_array(tensor: Tensor) -> Array:
-    """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
-    array: Array = tensor.float().asnumpy() if tensor.dtype == ms.bfloat16 else tensor.asnumpy()
-    return array
-
-
-def few_elements(tensor: Tensor) -> Array:
-    """Return up to 127 elements of a tensor. On CPU the array is a view; other devices copy only these elements."""
-    step = tensor.size // 64 or 1
-    if tensor.ndim == 0 or is_host():
-        return as_array(tensor).reshape(-1)[::step]
-    return as_array(tensor.reshape(-1)[::step])
 
 
 class RandomNumbers:

@@ -10,14 +10,12 @@ from math import isqrt
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, ops
 
 _MOST_CHUNKS = 32  # Each chunk adds compile time, so their number is limited.
 _COMPILED = 512 * 1024  # A compiled chunk takes some 2 MB of memory, as this many elements do.
 _FEW = 1024 * 1024  # A chunk holds at least this many elements (4 MB).
 
-Array = np.ndarray[Any, np.dtype[Any]]  # An array of NumPy.
 Chunks = tuple[tuple[int, int], ...]
 
 # An ordering token: the outputs of operators that must have run, whose values are not read. A graph runs only what its

@@ -9,9 +9,9 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import State, another_program, check_path, check_saved_list
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
-from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell

@@ -19,7 +19,7 @@ from mindspore.common import np_dtype
 from safetensors.numpy import save as to_bytes
 
 from ms_gradaccum._checks import DamagedState, State
-from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.backend.arrays import Array
 
 FORMAT = "ms_gradaccum"
 VERSION = 2

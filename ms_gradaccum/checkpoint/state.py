@@ -24,9 +24,9 @@ from ms_gradaccum._checks import (
     listed,
     typed,
 )
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
 from ms_gradaccum.backend.random_states import checked_random_states, put_random_states, random_states
-from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, Held, SavedState, check_arguments
 from ms_gradaccum.gradients.norm_limit import NORMS

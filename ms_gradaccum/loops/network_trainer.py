@@ -13,10 +13,10 @@ from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import State, check_loss, check_number, check_saved, is_positive, listed, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_optimizer
-from ms_gradaccum.backend.snapshot import as_array
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue

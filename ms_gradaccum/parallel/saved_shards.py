@@ -8,8 +8,8 @@ from mindspore.communication import GlobalComm, get_group_size
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.backend.arithmetic import as_flat
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.plain_state import assign_in_place
-from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.parallel.reducer import GradientReducer
 
 Gather = Callable[[object], Tensor]

@@ -12,10 +12,11 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.arithmetic import ONE, as_flat
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
-from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
+from ms_gradaccum.backend.tensors import Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
 from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, in_buckets, reduce_each, split_message
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel

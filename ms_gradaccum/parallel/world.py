@@ -19,9 +19,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line
+from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.snapshot import few_elements
-from ms_gradaccum.backend.tensors import Array
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}

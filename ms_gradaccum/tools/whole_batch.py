@@ -9,8 +9,9 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
-from ms_gradaccum.backend.tensors import Array, map_tensors
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, zeros
 

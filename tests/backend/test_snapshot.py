@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import refuses
 
-from ms_gradaccum.backend import snapshot
-from ms_gradaccum.backend.snapshot import Snapshot, SnapshotTensors, _fingerprint, few_elements
+from ms_gradaccum.backend import arrays, snapshot
+from ms_gradaccum.backend.arrays import few_elements
+from ms_gradaccum.backend.snapshot import Snapshot, SnapshotTensors, _fingerprint
 
 SHAPES = st.sampled_from([(), (1,), (7,), (3, 5), (4096 * 8 + 3,), (2, 0)])
 KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
@@ -108,5 +109,5 @@ def test_a_slice_of_a_device_has_the_elements_of_the_host(monkeypatch, shape, mo
     parameter = Parameter(Tensor(values), "values")
     own = few_elements(parameter)
     assert own.size == values.size if values.size < 128 else own.size in range(64, 128)
-    monkeypatch.setattr(snapshot, "is_host", lambda: False)
+    monkeypatch.setattr(arrays, "is_host", lambda: False)
     np.testing.assert_array_equal(few_elements(parameter), own)

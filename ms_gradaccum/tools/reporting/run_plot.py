@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.backend.arrays import Array
 
 # The item of each panel, by its names. Files of version 0.2.0 have a list of several learning rates.
 _PANELS = {

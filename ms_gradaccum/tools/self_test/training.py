@@ -9,9 +9,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.device import product_dtype
-from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision

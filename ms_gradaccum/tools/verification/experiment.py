@@ -10,7 +10,8 @@ from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.advice.ambiguous_inputs import warn_of_split
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
-from ms_gradaccum.backend.snapshot import Array, Snapshot, as_array
+from ms_gradaccum.backend.arrays import Array, as_array
+from ms_gradaccum.backend.snapshot import Snapshot
 from ms_gradaccum.backend.training_cells import STATISTICS, evaluate, set_mode
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals

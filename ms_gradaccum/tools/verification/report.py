@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.tools.whole_batch import Run, difference, norm_of, parameter_differences, relative
 
