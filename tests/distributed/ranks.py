@@ -17,8 +17,9 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from mindspore import Tensor, communication
+from mindspore.dataset import NumpySlicesDataset
 from quick_mindspore import eagerly
-from scenarios import BOUNDS, batch, share
+from scenarios import BOUNDS, batch, share, uneven_data
 
 from ms_gradaccum.parallel.world import gather_values
 
@@ -96,6 +97,18 @@ def states():
 
 def own_share(number, bounds=BOUNDS):
     return [Tensor(array) for array in share(batch(number), RANK, SIZE, bounds)]
+
+
+def own_data():
+    """The batches of two rows of this rank, of which rank 0 has one more."""
+    return NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+
+
+def train_batches(step, numbers, bounds=BOUNDS):
+    """Train on this rank's share of some batches and return what the step reported last."""
+    for number in numbers:
+        output = step(*own_share(number, bounds))
+    return output
 
 
 def everyone(value):

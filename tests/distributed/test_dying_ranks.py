@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import quick_mindspore
+from linear_toy import mse, sgd
 from mindspore import Tensor, communication, nn
 
 from ms_gradaccum import TrainOneStepCell, save_state
@@ -22,7 +23,7 @@ def train_and_die(folder):
     rank = communication.get_rank()
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = nn.Dense(1, 1)
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    step = TrainOneStepCell(mse(network), sgd(network, 0.1))
     x = Tensor(np.full((2, 1), rank, np.float32))
     step(x, x)
     said, has_died = "", folder / "has_died"

@@ -3,7 +3,8 @@
 import functools
 
 import numpy as np
-from mindspore import Tensor, nn
+from linear_toy import momentum
+from mindspore import Tensor
 from quick_mindspore import compiling, eagerly
 from ranks import RANK, SIZE, assert_same, on_ranks
 from refusal import refuses
@@ -41,7 +42,7 @@ def whole(name):
     """The start, the end and the losses of a training with all rows in one process."""
     cell = OrdinaryLoss(*parts_of(name))
     start = flat(values_of(cell.trainable_params()))
-    step = WholeBatches(cell, nn.Momentum(cell.trainable_params(), 0.05, 0.9))
+    step = WholeBatches(cell, momentum(cell, 0.05))
     losses = train(step, [rows_of(name, number) for number in range(3)])
     return start, flat(values_of(cell.trainable_params())), losses
 
@@ -49,7 +50,7 @@ def whole(name):
 def train_ranks(name, kind=None, cell_kind=GradCacheLoss, loss=None, **settings):
     """Three windows; in the last one the last rank has run out of data. Return the weights and the outputs."""
     cell = cell_kind(*parts_of(name, loss))
-    optimizer = nn.Momentum(cell.trainable_params(), 0.05, 0.9)
+    optimizer = momentum(cell, 0.05)
     step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=kind or DataParallel(), **settings)
     outputs = []
     for number in range(3):

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 from described_messages import sizes_sent
+from linear_toy import sgd
 from mindspore import Tensor, nn, ops
 from open_window import reducer_of
 from quick_mindspore import eagerly
@@ -37,7 +38,7 @@ def train(losses, counts=False, **settings):
     """A window of two batches. Return the further losses of both reports, and the messages."""
     network = Losses(is_one=losses is None)
     cell = GradAccumulation(network, 3, losses=losses)
-    step = TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), accumulation_steps=2, **settings)
+    step = TrainOneStepCell(cell, sgd(network, 0.1), accumulation_steps=2, **settings)
     sent = sizes_sent(reducer_of(step)) if counts else []
     inside = step(*own_share(0, ONE_SHAPE))
     output = step.join() if RANK else step(*map(Tensor, LAST))

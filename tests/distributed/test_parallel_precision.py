@@ -5,7 +5,7 @@ import functools
 import mindspore as ms
 import numpy as np
 from open_window import reducer_of, window_of
-from ranks import RANK, SIZE, assert_same, on_ranks, own_share
+from ranks import RANK, assert_same, on_ranks, own_share, train_batches
 from refusal import refuses
 from scenarios import (
     BY_HAND,
@@ -14,9 +14,9 @@ from scenarios import (
     STEPS,
     batch,
     build_step,
+    close,
     norm_of,
     stock_clipped,
-    train_batches,
     weights_of,
     whole_batches,
 )
@@ -73,19 +73,19 @@ def test_a_bad_micro_batch_on_one_rank_skips_the_update_or_is_left_out_on_all(na
         assert rate[1] == rate[2]
         np.testing.assert_allclose(rate[1], rate[0] / 2, rtol=1e-6)
         assert weight[[0, 2]].tolist() == [12, 12]
-        np.testing.assert_allclose(weights_of(network), one_process(batch(0), batch(2))[0], rtol=2e-5, atol=2e-6)
+        close(weights_of(network), one_process(batch(0), batch(2))[0])
         return
     rows = np.r_[0 : BOUNDS[bad], BOUNDS[bad + 1] : ROWS]
     assert overflow.tolist() == [0, 0, 0] and updated.tolist() == [1, 1, 1] and updates == [3]
     assert weight.tolist() == [12, len(rows), 12]
     expected, reports = one_process(batch(0), [array[rows] for array in batch(1)], batch(2))
     np.testing.assert_allclose(norm, [report[1] for report in reports], rtol=1e-5)
-    np.testing.assert_allclose(weights_of(network), expected, rtol=2e-5, atol=2e-6)
+    close(weights_of(network), expected)
 
 
 def trained(steps=STEPS, **settings):
     network, step = build_step("Momentum", **settings)
-    return network, step, train_batches(step, range(steps), RANK, SIZE)
+    return network, step, train_batches(step, range(steps))
 
 
 def distance(network, expected):
@@ -113,7 +113,7 @@ def test_groups_are_clipped_by_their_norms_over_all_shards():
     assert clipped < norm
     np.testing.assert_allclose(output.grad_norm.asnumpy(), norm, rtol=1e-5)
     np.testing.assert_allclose(output.clipped_grad_norm.asnumpy(), clipped, rtol=1e-5)
-    np.testing.assert_allclose(weights_of(found), expected, rtol=2e-5, atol=2e-6)
+    close(weights_of(found), expected)
 
 
 @on_ranks(2, cases=KINDS)

@@ -10,12 +10,13 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 from described_messages import described, sizes_sent
+from linear_toy import mse, sgd
 from mindspore import Tensor, nn
 from open_window import reducer_of
 from ranks import RANK, SIZE, assert_same, on_ranks, own_share, states
 from reducing_network import Scheduler, build_layers, gradients, reduce_itself, whole_weights
 from refusal import refuses
-from scenarios import OPTIMIZERS, batch, joined, norm_of, weights_of
+from scenarios import OPTIMIZERS, batch, close, joined, norm_of, weights_of
 
 from ms_gradaccum import (
     EMA,
@@ -31,7 +32,6 @@ from ms_gradaccum import (
 from ms_gradaccum.parallel import reduced
 
 PART, SIZES = "test_reduced_gradients", (2, 4)
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def adam(network):
@@ -47,7 +47,7 @@ PLAIN = options_of(1, False)
 
 
 def with_loss(network):
-    return nn.WithLossCell(network, nn.MSELoss())
+    return mse(network)
 
 
 def build(steps, clip=None, parallel="auto", **options):
@@ -86,7 +86,7 @@ def check(network, output, expected):
     """Compare weights, loss, norm and weight, which all ranks have alike."""
     weights, numbers = whole_weights(network), [float(each.asnumpy()) for each in (output.loss, output.grad_norm)]
     assert_same([weights, numbers])
-    np.testing.assert_allclose(weights, expected[0], **CLOSE)
+    close(weights, expected[0])
     np.testing.assert_allclose([*numbers, float(output.weight)], expected[1:], rtol=2e-5)
 
 
@@ -180,7 +180,7 @@ def test_each_rank_goes_on_with_its_shards(level, accumulates):
     train(again, accumulator, 1, 4 - batches, first=batches)
     straight = whole_weights(network)
     assert straight == whole_weights(again)
-    np.testing.assert_allclose(straight, whole(2)[0], **CLOSE)
+    close(straight, whole(2)[0])
 
 
 @on_ranks(4)
@@ -203,7 +203,7 @@ def test_averages_are_those_of_the_shards_although_an_evaluation_makes_whole_par
         expected = 0.75 * expected + 0.25 * np.array(whole_weights(network))
     with ema.swapped():
         averages = whole_weights(network)
-    np.testing.assert_allclose(averages, expected, **CLOSE)
+    close(averages, expected)
     assert not np.allclose(averages, whole(1)[0], atol=1e-4)
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_right_is_refused_when_it_is_built():
         build(2, parallel=Reduced(mean=True), **PLAIN)
     cell = nn.SequentialCell(reduce_itself(build_layers(), **PLAIN), nn.Dense(3, 2))
     with refuses(ValueError, "but got '1.weight' without a hook for it. Give the whole network to hsdp()."):
-        Accumulator(cell, nn.SGD(cell.trainable_params(), 0.1))
+        Accumulator(cell, sgd(cell, 0.1))
     network = build_layers()
     optimizer = adam(network)
     reduce_itself(network, 1, 2)
@@ -238,7 +238,7 @@ def test_what_cannot_be_right_is_refused_when_it_is_built():
     network = build_layers()
     network.hsdp_scheduler = mock.Mock(spec=["set_requires_grad_sync"])
     with refuses((TypeError, ValueError), "must come from hsdp(), but got a Mock"):
-        Accumulator(network, nn.SGD(network.trainable_params(), 0.1))
+        Accumulator(network, sgd(network, 0.1))
     ms.set_context(mode=ms.GRAPH_MODE)
     with mock.patch.dict(os.environ, MS_JIT="1"), refuses(ValueError, "but got a graph, which calls no hooks."):
         build(2, **PLAIN)

@@ -7,10 +7,9 @@ from io import StringIO
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.dataset import NumpySlicesDataset
 from open_window import buffer_of
-from ranks import RANK, assert_same, folder, on_ranks
-from scenarios import KINDS, build_network, fingerprint, uneven_data
+from ranks import RANK, assert_same, folder, on_ranks, own_data
+from scenarios import KINDS, build_network, fingerprint
 
 from ms_gradaccum import MetricsLogger, Model, ProgressBar
 
@@ -33,8 +32,7 @@ def train(kind, callbacks):
     network = build_network()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
     model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, parallel=kind)
-    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
-    model.train(1, data, callbacks=callbacks)
+    model.train(1, own_data(), callbacks=callbacks)
     # This rank's part, past the stand-ins that checkpoints see.
     kept = [*optimizer.moment1, *optimizer.moment2, *buffer_of(model.train_network).get_parameters()]
     return network, fingerprint(network), fingerprint(kept)

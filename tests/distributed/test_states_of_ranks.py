@@ -8,11 +8,11 @@ import signal
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import momentum, mse
 from mindspore import Tensor, nn, train
-from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 from open_window import buffer_of
-from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, states
+from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, own_data, states, train_batches
 from refusal import refuses
 from safetensors.numpy import load_file
 from scenarios import (
@@ -20,8 +20,6 @@ from scenarios import (
     build_network,
     build_step,
     fingerprint,
-    train_batches,
-    uneven_data,
     weights_of,
     whole_batches,
 )
@@ -55,12 +53,12 @@ def check_weights(network):
 def go_on_bit_for_bit(name):
     """Save in mid-window, go on, and do the same from the state."""
     network, step = new_step(name)
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / f"{name} {SIZE}")
-    train_batches(step, LAST, RANK, SIZE)
+    train_batches(step, LAST)
     fresh, its_step = new_step(name)
     load_state(its_step, states() / f"{name} {SIZE}")
-    train_batches(its_step, LAST, RANK, SIZE)
+    train_batches(its_step, LAST)
     assert bits(step) == bits(its_step)
     check_weights(network)
 
@@ -73,7 +71,7 @@ test_four_go_on_bit_for_bit = on_ranks(4, cases=["data parallel"])(go_on_bit_for
 def test_twice_as_many_ranks_go_on(source, name):
     network, step = new_step(name)
     load_state(step, states() / f"{source} 2")
-    train_batches(step, LAST, RANK, SIZE)
+    train_batches(step, LAST)
     check_weights(network)
 
 
@@ -104,11 +102,11 @@ def test_what_a_rank_has_for_itself_stays_its_own():
     def build():
         network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3))
         ms.set_seed(1)
-        loss_cell = nn.WithLossCell(network, nn.MSELoss())
-        return network, TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9)).set_train()
+        loss_cell = mse(network)
+        return network, TrainOneStepCell(loss_cell, momentum(network, 0.1)).set_train()
 
     network, step = build()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / "statistics")
     fresh, its_step = build()
     load_state(its_step, states() / "statistics")
@@ -123,7 +121,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
     _, step = new_step(name)
     place = states() / f"full {name} {bad_rank}"
     save_state(step, place)
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     write, chunk, written = files._write, files.CHUNK, []
 
     def fail(path, data):
@@ -149,7 +147,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
 @on_ranks(2)
 def test_ranks_that_have_parted_save_nothing():
     network, step = new_step()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     if RANK == 1:
         network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
     with refuses(Exception, "different values of '0.weight'."):
@@ -162,14 +160,14 @@ def test_ranks_that_have_parted_save_nothing():
 def test_a_damaged_file_of_one_rank_is_refused_by_all():
     """One byte of one rank's sums is another one."""
     _, step = new_step()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     saved = [save_state(step, states() / "damaged") for _ in range(2)][-1]
     if RANK == 0:
         path = saved.path / "rank_1" / "parameters-00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    train_batches(step, LAST, RANK, SIZE)  # Both wait for that, and have other numbers than the state.
+    train_batches(step, LAST)  # Both wait for that, and have other numbers than the state.
     before = bits(step), Contents(step).state_dict()
     checksum = "rank_1/parameters-00000.safetensors has another checksum"
     with refuses(Exception, checksum, "Give the folder of the state before it", "state-000001."):
@@ -187,10 +185,9 @@ def train_model(name, *callbacks):
     """Rank 0 has three batches in each pass, the other two; a callback changes the rate in each step."""
     network = build_network()
     model = Model(network, nn.MSELoss(), nn.Adam(network.trainable_params(), 0.01))
-    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
     rate = train.LearningRateScheduler(lambda _, step: 0.001 * (1 + step % 7))
     checkpoint = StateCheckpoint(states() / name, save_checkpoint_steps=2, keep_checkpoint_max=9)
-    model.train(3, data, callbacks=[checkpoint, rate, *callbacks], resume=True)
+    model.train(3, own_data(), callbacks=[checkpoint, rate, *callbacks], resume=True)
     return fingerprint(network)
 
 
@@ -212,8 +209,8 @@ def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_re
     factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
     try:
         network = build_network()
-        cell = AutoParallel(nn.WithLossCell(network, nn.MSELoss()))
-        step = TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
+        cell = AutoParallel(mse(network))
+        step = TrainOneStepCell(cell, momentum(network, 0.1))
     finally:
         factory.is_semi_auto = is_semi_auto
     mine = network.trainable_params()[0]
@@ -248,9 +245,9 @@ def test_shards_are_averaged_as_whole_weights():
     network, step = new_step("level1")
     ema = EMA(0.5, warmup_updates=0)
     step.add_callback(ema)
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / "averages")
-    train_batches(step, LAST, RANK, SIZE)
+    train_batches(step, LAST)
     trained = fingerprint(network)
     check_averages(ema, network)
     assert trained == fingerprint(network) and ema.updates == 3

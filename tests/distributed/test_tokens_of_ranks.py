@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from linear_toy import sgd
 from mindspore import Parameter, Tensor, nn
 from ranks import RANK, assert_same, everyone, on_ranks, told
 from refusal import refuses
@@ -67,7 +68,7 @@ LOSSES = {
 def test_a_token_counts_the_same_on_whichever_rank_it_is(name, who_knows, of_first=(0, 1)):
     """Of the second batch the first rank has no token."""
     dense = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
-    optimizer = nn.SGD(dense.trainable_params(), RATE)
+    optimizer = sgd(dense, RATE)
     accumulator = Accumulator(LOSSES[who_knows](dense), optimizer, 2, parallel=KINDS[name])
     numbers = [of_first, (0, 1)]
     for number in numbers[RANK]:
@@ -138,7 +139,7 @@ def long_batch(rank):
 
 def build(network, kind, *args, **settings):
     accumulation = GradAccumulation(TokenMeanLoss(network), *args, **settings)
-    optimizer = nn.SGD(network.trainable_params(), RATE)
+    optimizer = sgd(network, RATE)
     return TrainOneStepCell(accumulation, optimizer, parallel=kind, check_loss=False)
 
 

@@ -2,6 +2,7 @@
 
 import mindspore as ms
 import numpy as np
+from linear_toy import sgd
 from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.nn.utils import no_init_parameters
@@ -38,7 +39,7 @@ def test_the_weights_move_and_end_equal_on_all_ranks():
     ms.set_seed(1)
     with no_init_parameters():
         net = Network()
-        optimizer = nn.SGD(net.trainable_params(), 1e-2)
+        optimizer = sgd(net, 1e-2)
     loss_fn = nn.CrossEntropyLoss()
     cell = AutoParallel(GradAccumulation(nn.WithLossCell(net, loss_fn), 4))
     cell.hsdp()
@@ -56,7 +57,7 @@ def test_the_weights_move_and_end_equal_on_all_ranks():
     for weight, value in zip(stock.trainable_params(), start):
         weight.set_data(Tensor(value))
     begun = weights_of(stock)
-    step = nn.TrainOneStepCell(nn.WithLossCell(stock, loss_fn), nn.SGD(stock.trainable_params(), 1e-2)).set_train()
+    step = nn.TrainOneStepCell(nn.WithLossCell(stock, loss_fn), sgd(stock, 1e-2)).set_train()
     with eagerly():
         for _ in range(10):
             for rows in (slice(8), slice(8, 16)):

@@ -3,6 +3,7 @@
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
+from linear_toy import sgd
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import refuses, warns
 
@@ -107,6 +108,6 @@ def test_what_the_compiler_would_partition_is_refused_on_cpu(mode, build):
     ms.set_auto_parallel_context(parallel_mode=mode)
     try:
         with refuses(ValueError, "semi-auto-parallel mode"):
-            build(network, nn.SGD(network.trainable_params(), 0.1))
+            build(network, sgd(network, 0.1))
     finally:
         ms.reset_auto_parallel_context()

@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from linear_toy import descend, line, weight_of
+from linear_toy import descend, line, mse, sgd, weight_of
 from loop_toy import FOUR
-from mindspore import nn
 
 from ms_gradaccum import Accumulator
 
@@ -22,7 +21,7 @@ def test_the_scale_of_a_network_in_one_process_is_undone():
         zero_grads=lambda: None,
         hsdp_state=SimpleNamespace(shard=lambda: None),
     )
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.02), 2)
+    accumulator = Accumulator(mse(network), sgd(network, 0.02), 2)
     for each in FOUR[:2]:
         with accumulator.accumulate():
             accumulator.backward(*each)

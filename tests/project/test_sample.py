@@ -40,12 +40,6 @@ def test_a_wrong_data_path_is_told_at_once(tmp_path):
     assert "Set DATA_PATH" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def lay_out(folder, usage, packed=False):
     """Small IDX files of 3 (train) or 2 (test) images in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +54,8 @@ def lay_out(folder, usage, packed=False):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["raw", "gz"])
 @pytest.mark.parametrize("layout", ["flat", "train and test", "the train folder itself"])
-def test_every_layout_is_found(tmp_path, cache, layout, packed):
+def test_every_layout_is_found(tmp_path, monkeypatch, layout, packed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     for usage in ("train", "test"):
         lay_out(root if layout == "flat" else root / usage, usage, packed)
@@ -68,7 +63,7 @@ def test_every_layout_is_found(tmp_path, cache, layout, packed):
     train, test, which = find_data.find_data(given)
     assert which == f"the data in DATA_PATH={given}"
     for usage, folder, count in (("train", train, 3), ("test", test, 2)):
-        assert (folder.parent.parent == cache) == packed  # raw files are read where they are
+        assert (folder.parent.parent == tmp_path / "cache") == packed  # raw files are read where they are
         assert find_data.read_idx(folder / find_data.IMAGES[usage]).shape == (count, 28, 28)
         assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == list(range(count))
 

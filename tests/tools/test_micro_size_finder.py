@@ -24,8 +24,7 @@ from ms_gradaccum.__main__ import main
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.processes import EndedError, Job
 
-FOLDER = Path(__file__).parents[1] / "support"
-ROOT = FOLDER.parents[1]
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 

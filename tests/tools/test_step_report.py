@@ -81,7 +81,7 @@ def test_the_norm_of_the_weights_is_that_of_all_of_them_together_but_for_frozen_
     network[1].weight.requires_grad = network[1].bias.requires_grad = False
     for weight in network.trainable_params():
         weight.set_data(Tensor(generator.normal(size=weight.shape).astype(np.float32)))
-    step = TrainOneStepCell(mse(network), nn.SGD(network.trainable_params(), 0.1))
+    step = TrainOneStepCell(mse(network), sgd(network, 0.1))
     reporter = StepReporter(step, weight_norm=True)
     for _ in range(2):
         x, y = (Tensor(generator.normal(size=(4, columns)).astype(np.float32)) for columns in (3, 2))
