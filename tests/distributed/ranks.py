@@ -1,14 +1,13 @@
 """Tests that each process of a job runs: what fails in one of them fails in pytest, with its traceback.
 
-A file of such tests names itself and the sizes of its jobs, ``PART, SIZES = "test_name", (2, 4)``, and marks them with
-`on_ranks`. `many_parts.py` imports it in each process and calls `run`; under pytest a test looks up what became of it.
+A file marks them with `on_ranks`. `many_parts.py` imports it in each process and calls `run`; under pytest a test looks
+up what became of it.
 What waits for other ranks must not follow an assertion that can fail on one of them alone.
 """
 
 import os
 import time
 import traceback
-import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ import pytest
 from mindspore import Tensor, communication
 from mindspore.dataset import NumpySlicesDataset
 from quick_mindspore import eagerly
+from refusal import all_warnings
 from scenarios import BOUNDS, batch, share, uneven_data
 
 from ms_gradaccum.parallel.world import gather_values
@@ -66,12 +66,15 @@ def _name_of(case):
     return "-".join(map(str, case)) if isinstance(case, tuple) else str(case)
 
 
+def tests_of(module, size):
+    """The tests of a module for so many processes, by name: what to call, and whether something is compiled."""
+    return {key: (test, compiled) for key, (test, sizes, compiled) in _tests[module].items() if size in sizes}
+
+
 def run(module):
     """Run the tests of a module, and return the traceback of each, which is empty if it has passed."""
     outcomes = {}
-    for key, (test, sizes, compiled) in _tests[module].items():
-        if SIZE not in sizes:
-            continue
+    for key, (test, compiled) in tests_of(module, SIZE).items():
         begin, outcomes[key] = time.process_time(), ""
         ms.set_context(mode=ms.GRAPH_MODE)
         try:
@@ -123,8 +126,7 @@ def assert_same(value):
 def told(*keys):
     """Give a list of the warnings with each of the keys, when the context has ended."""
     found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         yield found
     texts = [str(each.message) for each in caught]
     found += [text for text in texts if all(key in text for key in keys)]

@@ -154,7 +154,6 @@ def close(found, expected, rtol=2e-5, atol=2e-6):
 
 
 def weights_of(network):
-    """All weights as one list of numbers."""
     return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]).tolist()
 
 

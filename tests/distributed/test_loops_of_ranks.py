@@ -1,6 +1,7 @@
 """Hand-written loops on two processes against one process on all rows."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import mindspore as ms
@@ -14,13 +15,25 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 from open_window import reducer_of
 from quick_mindspore import eagerly
-from ranks import RANK, SIZE, on_ranks, own_data, own_share, states
+from ranks import RANK, SIZE, on_ranks, own_data, own_share, states, told
 from refusal import refuses
-from scenarios import batch, build_network, close, joined, stock_clipped, uneven_data, weights_of, whole_batches
+from scenarios import (
+    BY_HAND,
+    ONE_SHAPE,
+    ROWS,
+    batch,
+    build_network,
+    close,
+    joined,
+    stock_clipped,
+    train_clipped,
+    uneven_data,
+    weights_of,
+    whole_batches,
+)
 
 from ms_gradaccum import HSDP, AccumulationConfig, Accumulator
 
-PART, SIZES = "test_loops_of_ranks", (2,)
 KINDS = {name: replace(kind, check_weights=True) for name, kind in scenarios.KINDS.items()}
 
 
@@ -34,18 +47,18 @@ def sgd_with_schedule(network):
 def trained_with_schedule(carries):
     """Weights and rate after windows of all rows: two epochs of batches of 2, 2 and 1 times two rows."""
     per_rank = [uneven_data(rank) for rank in range(2)]
-    rows = [[[array[i : i + 2] for array in arrays] for arrays in per_rank] for i in (0, 2, 4)]
-    first, second, third = [[np.concatenate(arrays) for arrays in zip(*each)] for each in rows]
+    first, second, third = [joined(*([array[i : i + 2] for array in each] for each in per_rank)) for i in (0, 2, 4)]
     # The last batch belongs to rank 0 alone, and is a window of its own unless the window goes on in the next epoch.
     windows = [(first, second), (third, first), (second, third)] if carries else [(first, second), (third,)] * 2
     network = build_network()
     optimizer, scheduler = sgd_with_schedule(network)
-    grad_fn = ms.grad(mse(network), None, network.trainable_params())
-    for window in windows:
-        grads = grad_fn(*(Tensor(np.concatenate(arrays)) for arrays in zip(*window)))
-        norm = np.sqrt(sum(np.square(grad.asnumpy()).sum() for grad in grads))
-        optimizer(tuple(grad * float(min(1.0, 0.5 / norm)) for grad in grads))
-        scheduler.step()
+
+    def batches():
+        for window in windows:
+            yield joined(*window)
+            scheduler.step()
+
+    train_clipped(mse(network), optimizer, batches(), BY_HAND["norm"])
     return weights_of(network), len(windows), float(optimizer.lrs[0].asnumpy())
 
 
@@ -72,21 +85,29 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(name
     assert rate < 0.1
 
 
-@on_ranks(2, cases=KINDS)
-def test_gradients_that_the_caller_took_are_added_over_the_ranks(kind):
+@on_ranks(2, cases=[*itertools.product(KINDS, ["loop"]), ("data parallel", "dataset"), ("data parallel", "nobody")])
+def test_gradients_that_the_caller_took_count_by_their_rows_if_anybody_knows_these(kind, who_knows):
+    """And they have a loss if the caller gives it."""
     network, loss_fn = build_network(), nn.MSELoss()
-    optimizer = momentum(network, 0.1)
-    accumulator = Accumulator(network, optimizer, 2, parallel=kind)
+    accumulator = Accumulator(network, momentum(network, 0.1), 2, parallel=KINDS[kind])
     grad_fn = ms.value_and_grad(lambda x, y: loss_fn(network(x), y), None, network.trainable_params())
-    for number in (0, 1):
-        x, y = own_share(number)
-        loss, grads = grad_fn(x, y)
-        output = accumulator(grads, weight=len(x), loss=loss)
-    rows = joined(batch(0), batch(1))
-    weights, [[loss, *_]] = stock_clipped("Momentum", [rows], lambda grads, norm: grads)
+    batches = [own_share(0), own_share(1, ONE_SHAPE)]
+    with told("need a weight") as said:
+        for x, y in accumulator.prepare(batches) if who_knows == "dataset" else batches:
+            loss, grads = grad_fn(x, y)
+            known = (len(x), loss) if who_knows == "loop" else ()
+            output = accumulator(grads, *known)
+    weights, [[loss, *_]] = stock_clipped("Momentum", [joined(batch(0), batch(1))], lambda grads, norm: grads)
+    if who_knows == "nobody":
+        assert len(said) == 1 and "all batches and ranks count alike" in said[0]
+        assert not np.allclose(weights_of(network), weights, rtol=1e-3)
+        return
     close(weights_of(network), weights)
-    np.testing.assert_allclose(output.loss.asnumpy(), loss, rtol=1e-5)
-    assert output.updated and output.weight == 24
+    assert said == [] and output.updated and output.weight == 24
+    if who_knows == "loop":
+        np.testing.assert_allclose(output.loss.asnumpy(), loss, rtol=1e-5)
+    else:
+        assert output.loss is None
 
 
 @on_ranks(2)
@@ -123,15 +144,13 @@ def test_two_networks_share_their_windows():
 
 
 def adversaries():
-    """The same with MindSpore's own optimizers, on all rows."""
+    """The same with MindSpore's own steps, on all rows."""
     first, second = build_network(), build_network()
-    optimizers = [sgd(network, 0.1) for network in (first, second)]
-    (x, y), (next_x, next_y) = [[Tensor(array) for array in batch(number)] for number in (0, 1)]
-    early = first(x)
-    inputs = [Tensor(array) for array in joined(batch(0), batch(1))]
-    optimizers[0](ms.grad(mse(first), None, first.trainable_params())(*inputs))
-    targets = ops.concat((early, first(next_x)))
-    optimizers[1](ms.grad(mse(second), None, second.trainable_params())(inputs[0], targets))
+    x, y = map(Tensor, joined(batch(0), batch(1)))
+    early = first(x[:ROWS])
+    nn.TrainOneStepCell(mse(first), sgd(first, 0.1))(x, y)
+    targets = ops.concat((early, first(x[ROWS:])))
+    nn.TrainOneStepCell(mse(second), sgd(second, 0.1))(x, targets)
     return [weights_of(first), weights_of(second)]
 
 

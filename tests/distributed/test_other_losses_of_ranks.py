@@ -13,7 +13,6 @@ from scenarios import KINDS, ONE_SHAPE, batch, build_network, share
 
 from ms_gradaccum import GradAccumulation, MixedPrecision, TrainOneStepCell
 
-PART, SIZES = "test_other_losses_of_ranks", (2,)
 WAYS = {name: {"parallel": kind} for name, kind in KINDS.items()}
 WAYS["16-bit messages"] = {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")}
 # The batch of rank 0 after rank 1 has run out of data: as many rows as before, so that nothing is compiled anew.

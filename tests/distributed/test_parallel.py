@@ -55,7 +55,6 @@ from ms_gradaccum import (
 )
 from ms_gradaccum.parallel import world
 
-PART, SIZES = "test_parallel", (2, 4)
 KINDS = {
     "data parallel": DataParallel(),
     "data parallel, each batch": DataParallel(sync_each_batch=True),
@@ -91,7 +90,6 @@ def state_size(optimizer):
 
 
 def train(optimizer, clip, **settings):
-    """Train some windows and return the network, its optimizer and what the step reported last."""
     network, step = build_step(optimizer, clip=CLIPS[clip](), **settings)
     return network, step.optimizer, train_batches(step, range(STEPS))
 
@@ -138,16 +136,11 @@ def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_
         assert collectives_in(cells) == expected != []
     check_like_one_process(network, output, "norm")
     if isinstance(kind, HSDP) and kind.threshold == 0:
-        check_state_size(optimizer, kind.shard_size if kind.shard_size > 0 else SIZE)
-
-
-def check_state_size(optimizer, shards):
-    """The weights and two moments are divided by the shard size."""
-    network = build_network()
-    sizes = [weight.size for weight in network.trainable_params()]
-    small = sizes[-2] + sizes[-1]  # Three rows cannot be divided.
-    rest = state_size(nn.Adam(network.trainable_params())) - 3 * sum(sizes)  # The count of updates and the like.
-    assert state_size(optimizer) == 3 * ((sum(sizes) - small) // shards + small) + rest
+        # The weights and two moments are divided by the shard size, but for those of three rows.
+        whole = [weight.size for weight in build_network().trainable_params()]
+        divided = sum(whole[:-2]) - sum(whole[:-2]) // (kind.shard_size if kind.shard_size > 0 else SIZE)
+        stock = nn.Adam(build_network().trainable_params())
+        assert state_size(optimizer) == state_size(stock) - 3 * divided
 
 
 def collectives_in(cells):
@@ -274,14 +267,8 @@ def test_clips_take_a_reduction_a_limit_of_the_norm_none_and_16_bits_a_message()
 def without_redundancy(step, saved, target):
     """Save with MindSpore's callback that leaves out what other ranks have, and return the names of what differs."""
     config = CheckpointConfig(remove_redundancy=True, integrated_save=False, format="safetensors")
-    params = _InternalCallbackParam(
-        train_network=step,
-        cur_step_num=3,
-        cur_epoch_num=1,
-        batch_num=4,
-        last_save_ckpt_step=None,
-        latest_ckpt_file=None,
-    )
+    params = _InternalCallbackParam(train_network=step, cur_step_num=3, cur_epoch_num=1, batch_num=4)
+    params |= dict.fromkeys(("last_save_ckpt_step", "latest_ckpt_file"))
     ModelCheckpoint("step", str(target), config).end(RunContext(params))
     (file,) = target.glob("*.safetensors")
     found = ms.load_checkpoint(str(file), format="safetensors", remove_redundancy=True)
@@ -354,7 +341,6 @@ IDS, FACTORS = np.array([0, 1, 1, 2, 0, 1, 2, 2, 1, 1, 0, 2], np.int32), np.aran
 
 
 def train_lookup(kind):
-    """Train one window and return the table."""
     cell = SumOfRows()
     step = TrainOneStepCell(GradAccumulation(cell, 2), momentum(cell, 0.1), compile=True, parallel=KINDS[kind])
     step(*map(Tensor, share([IDS, FACTORS], RANK, SIZE)))

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -43,8 +44,6 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum.parallel import world
-
-PART, SIZES = "test_ranks_that_differ", (2,)
 
 
 def step_with(optimizer, network, loss=None, batch_axis=0, **settings):
@@ -229,23 +228,17 @@ class Fails:
     """Raises on rank 1 where an event of one batch has a name."""
 
     def __init__(self, batch, name, micro_batch=None):
-        self.batch, self.name, self.micro_batch = batch, name, micro_batch
+        self.where = batch, name, micro_batch
 
     def _fail(self, name, event):
-        if RANK and (event.batch, name, event.micro_batch) == (self.batch, self.name, self.micro_batch):
+        if RANK and (event.batch, name, event.micro_batch) == self.where:
             raise Failure
 
-    def on_micro_batch_begin(self, event):
-        self._fail("begin", event)
-
-    def on_micro_batch_end(self, event):
-        self._fail("end", event)
-
-    def on_update_begin(self, event):
-        self._fail("update", event)
+    on_micro_batch_begin = partialmethod(_fail, "begin")
+    on_micro_batch_end = partialmethod(_fail, "end")
+    on_update_begin = partialmethod(_fail, "update")
 
 
-DROPPED = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
 # The batch that fails, and where: windows have two batches of three micro batches.
 FAILURES = {
     "first micro batch": (1, "begin", 0),
@@ -253,13 +246,15 @@ FAILURES = {
     "last micro batch": (2, "end", 2),
     "update": (2, "update", None),
 }
-# Of a loop, before the backward pass and after it.
-BESIDE = {"before": (1, "before"), "after": (2, "after")}
+BECOMES = {"before": "left out", "first micro batch": "left out", "given wrong": "left out last", "after": "whole"}
+# A batch without its labels; and of a loop, before the backward pass and after it.
+BESIDE = {"given wrong": 2, "before": 1, "after": 2}
 
 
 # By what becomes of the window: it has no rows of the failed batch, is dropped, or has all.
 WINDOWS = {
     "left out": [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))],
+    "left out last": [joined(batch(0), share(batch(1), 0, 2)), joined(batch(2), batch(3))],
     "dropped": [joined(batch(2), batch(3))],
     "whole": [joined(batch(0), batch(1)), joined(batch(2), batch(3))],
 }
@@ -269,7 +264,7 @@ WINDOWS = {
     2,
     cases=[
         *(("step", kind, "mid-batch") for kind in KINDS),
-        *itertools.product(["step"], APART, FAILURES),
+        *itertools.product(["step"], APART, [*FAILURES, "given wrong"]),
         *itertools.product(["loop"], APART, ["before", "mid-batch", "after"]),
     ],
 )
@@ -281,25 +276,25 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face
     settings = {"accumulation_steps": 2, "parallel": KINDS[kind], "check_loss": kind == "data parallel"}
     step = (TrainOneStepCell if face == "step" else Accumulator)(loss_cell, optimizer, **settings)
     step.add_callback(Fails(*FAILURES.get(failure, (0, ""))))
-    failing, where = BESIDE.get(failure, (0, ""))
     errors, ended = 0, []
     with told("ranks") as said:
         for number in range(4):
-            fails = RANK and number + 1 == failing
+            fails = failure if RANK and number + 1 == BESIDE.get(failure) else ""
             try:
                 if face == "step":
-                    ended.append(step(*own_share(number)).ends_window)
+                    inputs = own_share(number)[: 1 if fails else 2]
+                    ended.append(step(*inputs).ends_window)
                     continue
                 with step.accumulate():
-                    if fails and where == "before":
+                    if fails == "before":
                         raise Failure
                     step.backward(*own_share(number))
-                    if fails and where == "after":
+                    if fails == "after":
                         raise Failure
                     step.step()
-            except Failure:
+            except (Failure, TypeError):
                 errors += 1
-    becomes = {"before": "left out", "first micro batch": "left out", "after": "whole"}.get(failure, "dropped")
+    becomes = BECOMES.get(failure, "dropped")
     assert errors == RANK
     assert (step.events.updates, step.events.skipped_updates) == ((1, 1) if becomes == "dropped" else (2, 0))
     expected = {name: stock_weights("Momentum", windows) for name, windows in WINDOWS.items()}
@@ -308,23 +303,10 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face
     if becomes != "dropped":
         assert said == []
         return
-    assert any(DROPPED in text for text in said)
+    sentence = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
+    assert any(sentence in text for text in said)
     # The rank that has raised the error has no report of that batch.
     assert face == "loop" or ended in ([False, True, False, True], [True, False, True], [False, False, True])
-
-
-@on_ranks(2)
-def test_a_batch_that_was_given_wrong_is_left_out():
-    """Rank 1 hands over a batch without its labels: nothing of it was added, and the window is that of the rest."""
-    network, step = build_step("Momentum", accumulation_steps=2, check_loss=True)
-    step(*own_share(0))
-    errors = 0
-    try:
-        step(*own_share(1)[: 1 if RANK else 2])
-    except TypeError:
-        errors += 1
-    assert (errors, step.events.updates, step.events.skipped_updates) == (RANK, 1, 0)
-    close(weights_of(network), stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))]))
 
 
 # What ranks are told of their data and their gradients.
@@ -516,16 +498,12 @@ def all_reduced(grad):
     return ALL_REDUCE(grad) / 2
 
 
-def doubled(grad):
-    return grad * 2
-
-
 ALL_REDUCE = ops.AllReduce()
 # Two steps are built.
 REDUCED = {
     "optimizer": (ReducingSGD, None, ["the optimizer calls AllReduce"] * 2),
     "hook": (nn.SGD, all_reduced, ["the hook of a parameter calls AllReduce"]),
-    "nothing": (nn.SGD, doubled, []),
+    "nothing": (nn.SGD, lambda grad: grad * 2, []),
 }
 
 
@@ -549,8 +527,6 @@ def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(kind, hook, p
 
 
 class Stops(ms.Callback):
-    """Stops rank 1 alone, after its first pass."""
-
     def on_train_epoch_end(self, run_context):
         if RANK:
             run_context.request_stop()

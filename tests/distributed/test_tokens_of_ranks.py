@@ -4,14 +4,13 @@ import itertools
 
 import numpy as np
 from linear_toy import sgd
-from mindspore import Parameter, Tensor, nn
-from ranks import RANK, assert_same, everyone, on_ranks, told
+from mindspore import Tensor, nn
+from ranks import RANK, assert_same, everyone, on_ranks
 from refusal import refuses
 from scenarios import KINDS
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
-PART, SIZES = "test_tokens_of_ranks", (2,)
 PADDING, CLASSES, RATE = -100, 4, 0.3
 # The tokens of each row, by rank and batch. A batch of rank 0 has none.
 TOKENS = [[[5, 1, 3], [0, 0, 0]], [[2, 4, 1], [5, 2, 3]]]
@@ -92,40 +91,6 @@ def test_a_token_counts_the_same_on_whichever_rank_it_is(name, who_knows, of_fir
         output = accumulator.step()
     assert (dense.weight.asnumpy() == before).all()
     assert (output.loss, output.updated, output.weight) == (0, False, 0)
-
-
-# The rows of each batch, by rank, for gradients that a loop gives.
-ROWS = [[3, 1], [2, 5]]
-
-
-def row_batch(rank, number):
-    """The rows of a batch, for the loss (weight * x - 2 * x)^2 with the weight 0, whose gradient is -4 x^2."""
-    begin = 1 + sum(ROWS[0]) * rank + sum(ROWS[rank][:number])
-    return np.arange(begin, begin + ROWS[rank][number], dtype=np.float32) / 10
-
-
-@on_ranks(2, cases=["dataset", "loop", "nobody"])
-def test_gradients_of_uneven_rows_count_by_their_rows_if_anybody_knows_these(who_knows):
-    weight = Parameter(Tensor([0.0]), "weight")
-    network = nn.Cell()
-    network.weight = weight
-    accumulator = Accumulator(network, nn.SGD([weight], 0.5), 2)
-    batches = [(row_batch(RANK, number),) for number in range(2)]
-    with told("need a weight") as said:
-        for (x,) in accumulator.prepare(batches) if who_knows == "dataset" else batches:
-            gradient = (2 * x * (x * weight.asnumpy() - 2 * x)).mean(keepdims=True)
-            accumulator((Tensor(gradient),), weight=len(x) if who_knows == "loop" else None)
-    if who_knows == "nobody":
-        assert len(said) == 1 and "all batches and ranks count alike" in said[0]
-        return
-    parts = [[-4 * np.square(row_batch(rank, number).astype(np.float64)) for number in range(2)] for rank in range(2)]
-    ranks = [np.concatenate(each) for each in parts]
-    expected = -0.5 * np.concatenate(ranks).mean()
-    np.testing.assert_allclose(weight.asnumpy(), [expected], rtol=1e-5)
-    assert said == []
-    # The known wrong answers: each rank counts alike, and each batch.
-    alike = [np.mean([each.mean() for each in ranks]), np.mean([part.mean() for each in parts for part in each])]
-    assert np.abs(-0.5 * np.array(alike) - expected).min() > 1e-2
 
 
 # Micro batches of so many tokens at most: 3 on rank 0 and 5 on rank 1.

@@ -89,7 +89,6 @@ def figures_of(text):
 
 
 def outline_of(text):
-    """The levels of the headings."""
     return [len(level) for level in re.findall(r"^(#+) ", _BLOCK.sub("", text), re.M)]
 
 

@@ -47,14 +47,13 @@ def faults_of(cell):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The command on this machine: the exit status, the JSON and what is printed. In the last cell a rank dies."""
+    """The command on this machine: the exit status, the JSON and what is printed."""
     file = tmp_path_factory.mktemp("self_test") / "found.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = []
         patch.setattr(command.tqdm, "write", lines.append)
         cells = [tried(cell, *faults_of(cell)) for cell in CELLS]
-        cells.append(replace(going("dies"), parallel="data parallel"))
         patch.setattr(SELF_TEST, partial(self_test, cells=cells))
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
@@ -62,14 +61,11 @@ def whole(tmp_path_factory):
 
 def test_all_that_can_be_tried_here_passes(whole):
     status, found, lines = whole
-    failed = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
-    assert len(failed) == 1, [cell["said"] for cell in failed]
-    (died,) = failed
-    assert died["name"] == "dies" and died["said"].startswith("its process ended: ")
+    assert [cell["said"] for cell in found["cells"] if cell["outcome"] == "failed"] == []
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
     assert skipped == {"this CPU has no matrix product in bfloat16"}
-    assert status == 1 and found["seconds"] > 1
-    assert len(lines) == len(found["cells"]) == len(CELLS) + 1 == 11
+    assert status == 0 and found["seconds"] > 1
+    assert len(lines) == len(found["cells"]) == len(CELLS) == 10
     # The file says where and what.
     assert (found["format"], found["device"], found["workers"]) == (2, "CPU", 2)
     assert found["environment"]["mindspore"] == ms.__version__ and "system" in found["environment"]
@@ -88,7 +84,6 @@ BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("stat
 
 @pytest.mark.parametrize("cell, fault", BROKEN, ids=[f"{cell.name}-{fault}" for cell, fault in BROKEN])
 def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
-    """A wrong division, a clip before the division, a state that is loaded without its sums."""
     found = run(cell.function, fault, replace(cell, folder=str(tmp_path)))
     assert judge(found)[0] == "failed"
 
@@ -102,9 +97,8 @@ def test_a_pass_in_data_sink_mode_is_compared_by_its_parameters(fault, outcome, 
 
 def test_jobs_of_several_fail_in_a_broken_build(whole):
     _, found, _ = whole
-    tried_in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
-    said = [cell["said"] for cell in tried_in_jobs if cell["outcome"] == "passed"]
-    assert len(said) == len(tried_in_jobs) - 1  # The one that dies.
+    in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
+    said = [cell["said"] for cell in in_jobs]
     assert sum(text.count(f"{IN_BUILD}division: failed") for text in said) == len(said)
     assert sum(text.count(f"{IN_BUILD}reduction: failed") for text in said) == 1
 

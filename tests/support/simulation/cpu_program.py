@@ -26,7 +26,6 @@ _Kind = mind_ir_pb2.AttributeProto.AttributeType
 _FUNCTION = mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")
 _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
-_GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
 _created: set[str] = set()
 
 
@@ -108,33 +107,25 @@ class _Rewriter:
 
     def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
         self.made = []
-        operator, reduction = primitive.op_type, attribute_of(primitive, "op", "")
-        ranks = self.members[attribute_of(primitive, "group", "")]
+        operator, reduction = primitive.op_type, attribute_of(primitive, "op", "sum")
         tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
-        shape, value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
-        place = ranks.index(self.rank)
-        if operator not in ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll") or tensor.data_type not in _GATHERED:
+        if operator not in ("AllReduce", "AllGather", "ReduceScatter") or reduction != "sum":
+            raise NotImplementedError(f"{operator} with {reduction}, which these programs do not have")
+        if tensor.data_type not in _FLOATS:
             raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
-        if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
+        if operator == "AllReduce":
             return [node]
-        # The axis along which this rank takes its part of each rank's value, and the axis along which parts are joined.
-        split = {"ReduceScatter": 0, "AlltoAll": attribute_of(primitive, "split_dim", 0)}.get(operator)
-        joined = {"AllGather": 0, "AlltoAll": attribute_of(primitive, "concat_dim", 0)}.get(operator)
-        part = [length // count if axis == joined else length for axis, length in enumerate(shape)]
-        whole = [length * count if axis == split else length for axis, length in enumerate(part)]
-        rows = self._of_ranks(value, whole, ranks, output)
-        if split is not None:
-            first = [place * length if axis == split else 0 for axis, length in enumerate(part)]
-            end = [begin + length for begin, length in zip(first, part)]
-            rows = self._slice(rows, [0, *first], [count, *end], f"{output}_parts")
-        if joined is None:
-            # A sum has a further input: whether to skip an empty axis.
-            switches = [self._constant(False)] * (2 if reduction == "sum" else 1)
-            self._add(f"Reduce{reduction.capitalize()}", [rows, self._constant([0]), *switches], output)
-        else:
-            order = self._constant([*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)])
-            moved = self._add("Transpose", [rows, order], f"{output}_moved")
-            self._add("Reshape", [moved, self._constant(shape)], output)
+        ranks = self.members[attribute_of(primitive, "group", "")]
+        (rows, *rest), value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
+        if operator == "AllGather":
+            parts = self._of_ranks(value, [rows // count, *rest], ranks, output)
+            self._add("Reshape", [parts, self._constant([rows, *rest])], output)
+            return self.made
+        whole = self._of_ranks(value, [rows * count, *rest], ranks, output)
+        begin, zeros = ranks.index(self.rank) * rows, [0] * len(rest)
+        own = self._slice(whole, [0, begin, *zeros], [count, begin + rows, *rest], f"{output}_parts")
+        # Whether to keep the axis, and whether to skip an empty one.
+        self._add("ReduceSum", [own, self._constant([0]), *[self._constant(False)] * 2], output)
         return self.made
 
     def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
