@@ -15,7 +15,7 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 from open_window import reducer_of
 from quick_mindspore import eagerly
-from ranks import RANK, SIZE, on_ranks, own_data, own_share, states, told
+from ranks import RANK, on_ranks, own_data, own_share, states, told
 from refusal import refuses
 from scenarios import (
     BY_HAND,
@@ -35,6 +35,12 @@ from scenarios import (
 from ms_gradaccum import HSDP, AccumulationConfig, Accumulator
 
 KINDS = {name: replace(kind, check_weights=True) for name, kind in scenarios.KINDS.items()}
+
+
+def build_loop(steps=2, **settings):
+    """A network and an Accumulator whose optimizer has a state."""
+    network = build_network()
+    return network, Accumulator(mse(network), momentum(network, 0.1), steps, check_loss=False, **settings)
 
 
 def sgd_with_schedule(network):
@@ -67,8 +73,7 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(name
     network = build_network()
     optimizer, scheduler = sgd_with_schedule(network)
     config = AccumulationConfig(2, sync_with_dataloader=not carries)
-    loss_cell = mse(network)
-    accumulator = Accumulator(loss_cell, optimizer, config=config, parallel=KINDS[name])
+    accumulator = Accumulator(mse(network), optimizer, config=config, parallel=KINDS[name])
     loader, scheduler = accumulator.prepare(own_data(), scheduler)
     for _ in range(2):
         for each in loader:
@@ -88,9 +93,8 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(name
 @on_ranks(2, cases=[*itertools.product(KINDS, ["loop"]), ("data parallel", "dataset"), ("data parallel", "nobody")])
 def test_gradients_that_the_caller_took_count_by_their_rows_if_anybody_knows_these(kind, who_knows):
     """And they have a loss if the caller gives it."""
-    network, loss_fn = build_network(), nn.MSELoss()
-    accumulator = Accumulator(network, momentum(network, 0.1), 2, parallel=KINDS[kind])
-    grad_fn = ms.value_and_grad(lambda x, y: loss_fn(network(x), y), None, network.trainable_params())
+    network, accumulator = build_loop(parallel=KINDS[kind])
+    grad_fn = ms.value_and_grad(mse(network), None, network.trainable_params())
     batches = [own_share(0), own_share(1, ONE_SHAPE)]
     with told("need a weight") as said:
         for x, y in accumulator.prepare(batches) if who_knows == "dataset" else batches:
@@ -112,9 +116,7 @@ def test_gradients_that_the_caller_took_count_by_their_rows_if_anybody_knows_the
 
 @on_ranks(2)
 def test_all_ranks_skip_what_one_cannot_use():
-    network = build_network()
-    optimizer = momentum(network, 0.1)
-    accumulator = Accumulator(mse(network), optimizer)
+    network, accumulator = build_loop(steps=1)
     x, y = own_share(0)
     before = weights_of(network)
     accumulator.backward(x * (np.nan if RANK == 1 else 1), y)
@@ -154,17 +156,10 @@ def adversaries():
     return [weights_of(first), weights_of(second)]
 
 
-def build_loop(**settings):
-    """A network and an Accumulator whose optimizer has a state."""
-    network = build_network()
-    cell, optimizer = mse(network), momentum(network, 0.1)
-    return network, Accumulator(cell, optimizer, 2, check_loss=False, **settings)
-
-
 def train_loop(accumulator, numbers):
     for number in numbers:
         with accumulator.accumulate():
-            accumulator.backward(*(own_share(number) if SIZE > 1 else map(Tensor, batch(number))))
+            accumulator.backward(*own_share(number))
             accumulator.step()
 
 

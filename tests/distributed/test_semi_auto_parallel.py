@@ -355,64 +355,51 @@ def refused(words):
     return pytest.raises(Exception, match=rf"^\s*For '.*{re.escape(words)}")
 
 
-def of_second_layer():
-    network = Network()
-    cell = settings_of(PLAIN, loss_cell_of(PLAIN, network))
-    TrainOneStepCell(cell, momentum(network.second, 0.1))
-
-
 def compiles(cell):
     partition(cell, *local_batch(PLAIN))
 
 
-def changed_late():
-    step = our_step()
-    step.body.kind.auto_parallel.enable_gradients_mean()
-    compiles(step)
-
-
 # Settings that cannot work, and the words that say so.
 REFUSED = {
-    "pipeline": (
-        lambda: our_step(change=lambda cell: cell.pipeline(2)),
-        "in one pipeline stage, but got 2 pipeline stages",
-    ),
-    "gradients_mean": (lambda: our_step(change=AutoParallel.enable_gradients_mean), "without gradients_mean"),
-    "loss_repeated_mean": (
-        lambda: our_step(change=AutoParallel.disable_loss_repeated_mean),
-        "with loss_repeated_mean",
-    ),
-    "accumulation_steps": (lambda: our_step(accumulation_steps=2), "1 in semi-auto-parallel, but got 2"),
-    "parallel": (
-        lambda: our_step(parallel=DataParallel()),
-        "'auto' in semi-auto-parallel, but got DataParallel(",
-    ),
-    "clip": (lambda: our_step(clip=ClipByGroupNorm({"*": 1.0})), "one limit for all parameters"),
+    "pipeline": ({"change": lambda cell: cell.pipeline(2)}, "in one pipeline stage, but got 2 pipeline stages"),
+    "gradients_mean": ({"change": AutoParallel.enable_gradients_mean}, "without gradients_mean"),
+    "loss_repeated_mean": ({"change": AutoParallel.disable_loss_repeated_mean}, "with loss_repeated_mean"),
+    "accumulation_steps": ({"accumulation_steps": 2}, "1 in semi-auto-parallel, but got 2"),
+    "parallel": ({"parallel": DataParallel()}, "'auto' in semi-auto-parallel, but got DataParallel("),
+    "clip": ({"clip": ClipByGroupNorm({"*": 1.0})}, "one limit for all parameters"),
     "reduce_dtype": (
-        lambda: our_step(mixed_precision=MixedPrecision(reduce_dtype="fp16")),
+        {"mixed_precision": MixedPrecision(reduce_dtype="fp16")},
         "one with float32 messages in semi-auto-parallel, but got reduce_dtype=Float16",
     ),
-    "bad_micro_batch": (lambda: our_step(bad_micro_batch="drop"), "'skip_window' in semi-auto-parallel"),
+    "bad_micro_batch": ({"bad_micro_batch": "drop"}, "'skip_window' in semi-auto-parallel"),
     "rule in Python": (
-        lambda: compiles(our_step(mixed_precision=amp.DynamicLossScaleManager())),
+        {"mixed_precision": amp.DynamicLossScaleManager()},
         "must be compilable, but got a DynamicLossScaleManager",
     ),
-    "part": (of_second_layer, "but got 2 parameters without it, first 'first.weight'"),
-    "rows": (lambda: compiles(our_step(Variant(7))), "must divide the 64 rows of the batch of all devices"),
-    "cast first": (
-        lambda: compiles(our_step(mixed_precision="fp16_apex")),
-        "in semi-auto-parallel, but got a cast to 16 bits",
-    ),
-    "late": (changed_late, "without gradients_mean"),
-    "larger graph": (lambda: compiles(Around(our_step())), "compiled as the outermost cell"),
+    "rows": ({"variant": Variant(7)}, "must divide the 64 rows of the batch of all devices"),
+    "cast first": ({"mixed_precision": "fp16_apex"}, "in semi-auto-parallel, but got a cast to 16 bits"),
 }
 
 
 @on_ranks(2, cases={name: (i, *case) for i, (name, case) in enumerate(REFUSED.items())}, compiled=True)
-def test_what_would_go_wrong_is_refused(number, provoke, words):
+def test_what_would_go_wrong_is_refused(number, settings, words):
     if number % SIZE == RANK:
         with gpu_target(), refused(words):
-            provoke()
+            compiles(our_step(**settings))
+
+
+@on_ranks(2, compiled=True)
+def test_parameters_without_an_optimizer_late_changes_and_a_larger_graph_are_refused():
+    network = Network()
+    with gpu_target():
+        with refused("but got 2 parameters without it, first 'first.weight'"):
+            TrainOneStepCell(settings_of(PLAIN, loss_cell_of(PLAIN, network)), momentum(network.second, 0.1))
+        step = our_step()
+        step.body.kind.auto_parallel.enable_gradients_mean()
+        with refused("without gradients_mean"):
+            compiles(step)
+        with refused("compiled as the outermost cell"):
+            compiles(Around(our_step()))
 
 
 @on_ranks(2, compiled=True)

@@ -29,6 +29,5 @@ def test_pages_are_built_without_a_warning_and_the_reference_has_every_public_na
 
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings_refer_to_public_names(name):
-    """Names that docstrings refer to are links in the reference."""
     docstring = inspect.getdoc(getattr(ms_gradaccum, name))
     assert set(re.findall(r":(?:class|func):`([^`]+)`", docstring)) <= set(NAMES)

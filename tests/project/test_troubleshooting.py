@@ -21,9 +21,9 @@ from ms_gradaccum import HSDP, Accumulator, GradAccumulation, Model, TrainOneSte
 from ms_gradaccum._checks import is_lost
 from ms_gradaccum.parallel import factory
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 # The first cells of those tables that quote what the program says.
-QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.M)
+QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
 SAID = "\n".join(text for _, text in STRINGS)
 LINES = Tensor(X), Tensor(2 * X)
 
@@ -44,8 +44,6 @@ class Plain(nn.Cell):
 
 
 class OfFour(Plain):
-    """A network that takes four rows alone."""
-
     def construct(self, x, y):
         return self.cell(x, y) + 0 * x.reshape(4, 1).mean()
 

@@ -37,7 +37,6 @@ def mse(network):
 
 
 def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
-    """A network and the step that trains it."""
     network = line()
     optimizer = make_optimizer(network, learning_rate)
     return network, TrainOneStepCell(GradAccumulation(mse(network), micro_size), optimizer, **settings)

@@ -22,20 +22,13 @@ from code_patterns import replaced
 from tiers import FIRST_TIER
 
 ROOT = Path(__file__).parents[2]
-# As many at a time as there are cores on the smallest machine that the tests are for.
-_AT_A_TIME = 2
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake.
+    """A mistake: the file and the function (or ``Class.method``) that has the old code once, and what takes its place.
 
-    Attributes:
-        name: What is wrong then.
-        place: The file, inside the package, and the function there, or ``Class.method``.
-        old: The code that it has, once; capitals stand for any expression.
-        new: What takes its place.
-        tests: The files of tests that must see it, inside ``tests``.
+    Capitals stand for any expression. ``tests`` are the files of tests that must see it.
     """
 
     name: str
@@ -49,7 +42,6 @@ class Mutation:
         return self.place.partition("::")[0]
 
     def applied(self, source: str) -> str:
-        """Return the source of the file with the mistake in it."""
         return replaced(source, self.place.partition("::")[2], self.old, self.new)
 
 
@@ -349,7 +341,8 @@ def main(numbers: Sequence[str]) -> int:
     tried: list[Mutation | None] = [MUTATIONS[int(number) - 1] for number in numbers] or [None, *MUTATIONS]
     as_wished = True
     print("| mistake | where | test that sees it |\n| --- | --- | --- |")
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    # As many at a time as there are cores on the smallest machine that the tests are for.
+    with ThreadPoolExecutor(2) as pool:
         for mutation, failed in pool.map(seen, tried):
             as_wished &= bool(failed) == (mutation is not None)
             what, where = (mutation.name, f"`{mutation.file}`") if mutation else ("none", "")

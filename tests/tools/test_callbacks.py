@@ -33,21 +33,13 @@ def train(*train_callbacks, epochs=2, accumulation_steps=None, **options):
     model.train(epochs, batches(2, np.ones((8, 1), np.float32)), callbacks=list(train_callbacks), **options)
 
 
-@pytest.fixture
 def open_terminal(monkeypatch):
-    """A function that makes one stream of standard output and error, as on a terminal.
-
-    (A function, because pytest redirects both streams anew between a fixture and its test.)
-    """
-
-    def open_terminal():
-        stream = io.StringIO()
-        stream.isatty = lambda: True
-        monkeypatch.setattr(sys, "stdout", stream)
-        monkeypatch.setattr(sys, "stderr", stream)
-        return stream
-
-    return open_terminal
+    """Make one stream of standard output and error, as on a terminal."""
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
 
 
 @pytest.fixture(autouse=True)
@@ -112,29 +104,29 @@ def test_a_resumed_training_is_counted_from_its_first_batch(capsys, tmp_path):
     assert shown.startswith("epoch 3/3: 12/12 [") and ", 6 updates, " in shown
 
 
-def test_the_bar_ends_complete_with_updates_and_loss(open_terminal):
-    terminal, bar = open_terminal(), ProgressBar()
+def test_the_bar_ends_complete_with_updates_and_loss(monkeypatch):
+    terminal, bar = open_terminal(monkeypatch), ProgressBar()
     train(bar, bar, accumulation_steps=1)  # It is one bar, if it is given twice, too.
     *_, last = terminal.getvalue().split("\r")
     assert re.match(r"epoch 2/2: 100%\|.*\| 8/8 .*, 8 updates, loss 0\.1759, lr 0\.1, norm 0\.8389\] *\n$", last)
 
 
-def test_a_bar_is_closed_after_an_error(open_terminal):
-    terminal = open_terminal()
+def test_a_bar_is_closed_after_an_error(monkeypatch):
+    terminal = open_terminal(monkeypatch)
     with pytest.raises(ZeroDivisionError):
         train(AtStep(lambda _: 1 // 0), ProgressBar())
     assert terminal.getvalue().endswith("\n")
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, open_terminal, monkeypatch):
+def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, monkeypatch):
     class Disabled(progress_bar._Bar):
         """The default of `disable` is True, as with TQDM_DISABLE=1, which tqdm reads when it is imported."""
 
         def __init__(self, params, **settings):
             super().__init__(params, **{"disable": True, **settings})
 
-    terminal = open_terminal()
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(progress_bar, "_Bar", Disabled)
     train(ProgressBar(live=live))
     assert sys.stdout is terminal and "\r" not in terminal.getvalue()

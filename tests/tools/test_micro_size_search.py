@@ -89,7 +89,11 @@ def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error,
         find_micro_size(**given)
 
 
-def test_the_ranks_of_a_job_do_not_search(monkeypatch):
+def test_neither_a_child_nor_the_ranks_of_a_job_search(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv(IN_JOB, "1")
+        with refuses(RuntimeError, "Put the call"):
+            find_micro_size(nothing, "1GiB")
     monkeypatch.setattr(micro_size_finder, "current_world", lambda owner: mock.Mock(size=2))
     with refuses(RuntimeError, "search must run"):
         find_micro_size(nothing, "1GiB")
@@ -101,12 +105,6 @@ def test_memory_that_the_search_itself_lacks_is_no_measurement(monkeypatch):
 
     monkeypatch.setattr(micro_size_finder.Job, "wait", wait)
     with refuses(MemoryError, "of the search"):
-        find_micro_size(nothing, "1GiB")
-
-
-def test_a_child_measures_nothing_in_turn(monkeypatch):
-    monkeypatch.setenv(IN_JOB, "1")
-    with refuses(RuntimeError, "Put the call"):
         find_micro_size(nothing, "1GiB")
 
 

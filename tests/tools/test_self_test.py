@@ -14,14 +14,14 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from refusal import refuses
-from self_test_cells import IN_BUILD, going, run, tried
+from self_test_cells import IN_BUILD, dies, late, raises, run, tried, well
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
 from ms_gradaccum.tools.processes import IN_JOB, Job
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, self_test
-from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, tolerance
 from ms_gradaccum.tools.self_test.trials import CELLS
 
 ROOT = Path(__file__).parents[2]
@@ -120,11 +120,11 @@ class LateJob(Job):
 def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
     jobs, told = [LateJob, Job, Job], []
     monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", lambda *task: jobs.pop(0)(*task))
-    cells = [going("well"), going("raises"), going("well")]
-    hung, raised, well = quietly(cells, timeout=45, tell=told.append)
+    cells = [Cell("well", well), Cell("raises", raises), Cell("well", well)]
+    hung, raised, fine = quietly(cells, timeout=45, tell=told.append)
     assert hung["said"].startswith("it hangs: 1 of 2 processes have not answered within 45 s")
     assert (raised["outcome"], raised["said"]) == ("failed", "OSError: no such data")
-    assert (hung["outcome"], well["outcome"]) == ("failed", "passed")
+    assert (hung["outcome"], fine["outcome"]) == ("failed", "passed")
     # It says again and again where it is, so that a clock beside it goes on.
     assert told.count("1 of 3: well, float32, GRAPH") >= 2
     assert list(dict.fromkeys(text[:6] for text in told)) == ["1 of 3", "2 of 3", "3 of 3"]
@@ -132,14 +132,14 @@ def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
 
 def test_a_process_that_dies_takes_no_cell_before_it_along():
     """It ended the job while the others had not reported that cell."""
-    cells = [replace(going(name), parallel="data parallel") for name in ("late", "dies")]
-    late, died = quietly(cells)
-    assert late["outcome"] == "passed"
+    cells = [Cell(each.__name__, each, parallel="data parallel") for each in (late, dies)]
+    before, died = quietly(cells)
+    assert before["outcome"] == "passed"
     assert died["said"].startswith("its process ended: ")
 
 
 def test_a_device_that_is_not_there_fails_each_cell():
-    outcomes = quietly([going("well"), going("well")], device="Ascend")
+    outcomes = quietly([Cell("well", well), Cell("well", well)], device="Ascend")
     assert [cell["outcome"] for cell in outcomes] == ["failed"] * 2
     assert "Ascend" in outcomes[0]["said"]
 
@@ -148,11 +148,11 @@ def test_a_machine_without_msrun_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with refuses(RuntimeError, "started by msrun"):
-        quietly([replace(going("well"), parallel="data parallel")])
+        quietly([Cell("well", well, parallel="data parallel")])
 
 
 def test_one_worker_starts_no_job():
-    (outcome,) = quietly([replace(going("well"), parallel="data parallel")], workers=1)
+    (outcome,) = quietly([Cell("well", well, parallel="data parallel")], workers=1)
     assert (outcome["outcome"], outcome["said"]) == ("skipped", "it takes several processes")
 
 
