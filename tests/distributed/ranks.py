@@ -40,7 +40,9 @@ def on_ranks(*sizes, cases=((),), compiled=False):
 
     It runs op by op, for which nothing is compiled, if it is not ``compiled``, which begins in GRAPH mode.
     """
-    named = cases if isinstance(cases, dict) else {_name_of(case): case for case in cases}
+    named = cases
+    if not isinstance(cases, dict):
+        named = {"-".join(map(str, case)) if isinstance(case, tuple) else str(case): case for case in cases}
 
     def mark(function):
         parameters = []
@@ -60,10 +62,6 @@ def on_ranks(*sizes, cases=((),), compiled=False):
         return test
 
     return mark
-
-
-def _name_of(case):
-    return "-".join(map(str, case)) if isinstance(case, tuple) else str(case)
 
 
 def tests_of(module, size):

@@ -202,9 +202,6 @@ def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused():
     assert optimizer.parameters[0].shape == (8, 6)
 
 
-# Messages: each one is a call, when nothing is compiled.
-
-
 def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
     """Return the messages of a window of one batch, which must be those that its layout stands for.
 
@@ -261,9 +258,6 @@ def test_clips_take_a_reduction_a_limit_of_the_norm_none_and_16_bits_a_message()
         assert ("AllReduce", 2, 12) in sent
 
 
-# Checkpoints, and other numbers of processes.
-
-
 def without_redundancy(step, saved, target):
     """Save with MindSpore's callback that leaves out what other ranks have, and return the names of what differs."""
     config = CheckpointConfig(remove_redundancy=True, integrated_save=False, format="safetensors")
@@ -309,9 +303,6 @@ def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shar
         assert ms.load_param_into_net(step, ms.load_checkpoint(str(path))) == ([], [])
         train_batches(step, range(saved_after, 4))
         close(weights_of(other), weights_of(network), 2e-6, 2e-7)
-
-
-# What is told.
 
 
 @on_ranks(2)

@@ -18,18 +18,7 @@ from mindspore.experimental import optim as experimental
 from mindspore.train import OnRequestExit
 from ranks import RANK, assert_same, everyone, folder, on_ranks, own_data, own_share, told
 from refusal import refuses
-from scenarios import (
-    APART,
-    KINDS,
-    batch,
-    build_network,
-    build_step,
-    close,
-    joined,
-    share,
-    stock_weights,
-    weights_of,
-)
+from scenarios import APART, KINDS, batch, build_network, build_step, close, joined, share, stock_weights, weights_of
 
 from ms_gradaccum import (
     EMA,
@@ -217,9 +206,6 @@ def test_experts_that_only_one_rank_has_are_refused_on_all_ranks_and_keep_their_
     assert (network.expert.asnumpy() == before).all()
 
 
-# What ranks do when one of them fails alone.
-
-
 class Failure(Exception):
     """An error of one rank."""
 
@@ -307,9 +293,6 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face
     assert any(sentence in text for text in said)
     # The rank that has raised the error has no report of that batch.
     assert face == "loop" or ended in ([False, True, False, True], [True, False, True], [False, False, True])
-
-
-# What ranks are told of their data and their gradients.
 
 
 @on_ranks(2, cases=[("same", 1), ("joined", 1), ("sunk", 1), ("other", 0), ("none", 0)])
@@ -521,9 +504,6 @@ def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(kind, hook, p
         accumulator.backward(*own_share(0))
         optimizer.step()
     assert len(said) == len(parts) and all(part in text for part, text in zip(parts, said))
-
-
-# Ends of a training, and messages.
 
 
 class Stops(ms.Callback):

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -13,14 +14,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from open_window import buffer_of
 from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, own_data, states, train_batches
 from refusal import refuses
-from scenarios import (
-    KINDS,
-    build_network,
-    build_step,
-    fingerprint,
-    weights_of,
-    whole_batches,
-)
+from scenarios import KINDS, build_network, build_step, fingerprint, weights_of, whole_batches
 
 from ms_gradaccum import EMA, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
@@ -52,7 +46,7 @@ def go_on_bit_for_bit(name):
     train_batches(step, FIRST)
     save_state(step, states() / f"{name} {SIZE}")
     train_batches(step, LAST)
-    fresh, its_step = new_step(name)
+    _, its_step = new_step(name)
     load_state(its_step, states() / f"{name} {SIZE}")
     train_batches(its_step, LAST)
     assert bits(step) == bits(its_step)
@@ -108,7 +102,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
     place = states() / f"full {name} {bad_rank}"
     save_state(step, place)
     train_batches(step, FIRST)
-    write, chunk, written = files._write, files.CHUNK, []
+    write, written = files._write, []
 
     def fail(path, data):
         written.append(path)
@@ -116,13 +110,10 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 
-    files._write, files.CHUNK = fail, 1
     before = bits(step)
-    try:
+    with mock.patch.multiple(files, _write=fail, CHUNK=1):
         with refuses(OSError, "No space left on device", "Earlier states are intact."):
             save_state(step, place)
-    finally:
-        files._write, files.CHUNK = write, chunk
     left = sorted(path.name for path in place.iterdir() if path.name != files.LOCK)
     saved = save_state(step, place)
     # Rank 0 clears up, while the other one may look.
@@ -191,13 +182,9 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_window():
 
 @on_ranks(2)
 def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it():
-    factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
-    try:
-        network = build_network()
-        cell = AutoParallel(mse(network))
-        step = TrainOneStepCell(cell, momentum(network, 0.1))
-    finally:
-        factory.is_semi_auto = is_semi_auto
+    network = build_network()
+    with mock.patch.object(factory, "is_semi_auto", lambda network: True):
+        step = TrainOneStepCell(AutoParallel(mse(network)), momentum(network, 0.1))
     mine = network.trainable_params()[0]
     values = mine.asnumpy() + RANK
     mine.set_data(Tensor(values))
@@ -210,9 +197,6 @@ def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_re
     assert found == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
     assert (mine.asnumpy() == values).all() and (by_mindspore[mine.name].asnumpy() == values).all()
     assert list(ms.load_param_into_net(build_network(), by_mindspore)[0]) == []
-
-
-# EMA: each rank has the averages of the whole weights, and another number of ranks goes on.
 
 
 def check_averages(ema, network):

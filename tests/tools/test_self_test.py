@@ -24,7 +24,6 @@ from ms_gradaccum.tools.self_test.self_test import judge, self_test
 from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, tolerance
 from ms_gradaccum.tools.self_test.trials import CELLS
 
-ROOT = Path(__file__).parents[2]
 SELF_TEST = "ms_gradaccum.tools.self_test.self_test.self_test"
 
 
@@ -157,7 +156,7 @@ def test_one_worker_starts_no_job():
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     # What is started in the background would ignore a Ctrl-C.
     settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     before = set(processes_with(IN_JOB))

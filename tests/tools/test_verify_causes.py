@@ -21,14 +21,14 @@ def of_weight(form):
     return Line(form, has_bias=False)
 
 
-def mean_over_marked(output, y):
-    mask = (y > 0).astype(ms.float32)
-    return (ops.square(output - y) * mask).sum() / mask.sum()
-
-
 def sum_over_marked(output, y):
     mask = (y > 0).astype(ms.float32)
     return (ops.square(output - y) * mask).sum(), mask.sum()
+
+
+def mean_over_marked(output, y):
+    summed, count = sum_over_marked(output, y)
+    return summed / count
 
 
 MARKED = np.where(MASK, np.abs(Y) + 0.1, -np.abs(Y) - 0.1).astype(np.float32)

@@ -11,7 +11,6 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore._c_expression import MSContext, ms_ctx_param
 from mindspore.communication import create_group, get_group_size, get_rank, init
@@ -37,10 +36,6 @@ _PURPOSES = (
     ("gradredistribution_op", "another layout, backward"),
     ("redistribution_op", "another layout, forward"),
 )
-# The dtypes of 1, 2, 4 and 8 bytes.
-_NAMES = ("BOOL INT8 UINT8", "FLOAT16 BFLOAT16 INT16 UINT16", "FLOAT INT32 UINT32", "DOUBLE FLOAT64 INT64 UINT64")
-_DTYPES = mind_ir_pb2.TensorProto.DataType
-_BYTES = {_DTYPES.Value(name): 1 << i for i, names in enumerate(_NAMES) for name in names.split()}
 
 
 def connect() -> tuple[int, int]:
@@ -199,13 +194,13 @@ def _drop_unused(model: Any) -> None:
 
 
 class Collective(NamedTuple):
-    """A collective operator: its class, its group and (if listed) its ranks, its purpose, and the bytes per rank."""
+    """A collective operator: its class, its group, its purpose, and its node and primitive in the program."""
 
     operator: str
     group: str
-    ranks: tuple[int, ...] | None
     purpose: str
-    nbytes: int
+    node: Any
+    primitive: Any
 
 
 def collectives_of(model: Any) -> list[Collective]:
@@ -214,18 +209,10 @@ def collectives_of(model: Any) -> list[Collective]:
     for node in (node for graph in [model.graph, *model.functions] for node in graph.node):
         if node.op_type in primitives:
             primitive = primitives[node.op_type]
-            group, listed = attribute_of(primitive, "group", ""), attribute_of(primitive, "group_ranks", "")
-            ranks = tuple(map(int, listed.split("-"))) if listed[:1].isdigit() else None
             purposes = (purpose for part, purpose in _PURPOSES if part in primitive.instance_name)
-            outputs = (tensor for each in node.attribute if each.name == "shape" for tensor in each.tensors)
-            nbytes, size = sum(map(tensor_bytes, outputs)), attribute_of(primitive, "rank_size", 1)
-            nbytes = {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(primitive.op_type, nbytes)
-            sent.append(Collective(primitive.op_type, group, ranks, next(purposes, "something else"), nbytes))
+            purpose, group = next(purposes, "something else"), attribute_of(primitive, "group", "")
+            sent.append(Collective(primitive.op_type, group, purpose, node, primitive))
     return sent
-
-
-def tensor_bytes(tensor: Any) -> int:
-    return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
 
 
 def attribute_of(primitive: Any, name: str, default: str | int) -> Any:
