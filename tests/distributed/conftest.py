@@ -43,7 +43,6 @@ def run_parts(request, processes, root):
 
 @pytest.fixture(scope="session")
 def stand_ins_for_cuda(tmp_path_factory):
-    """The environment with stand-ins for CUDA, with which MindSpore compiles for GPU."""
     return stand_ins(tmp_path_factory.mktemp("cuda"))
 
 
@@ -60,7 +59,6 @@ def job_of_four(job_of_two, root, request):
 
 @pytest.fixture(scope="module")
 def two(job_of_two, request):
-    """What has become of this file's tests on two processes."""
     return [report[request.module.__name__] for report in job_of_two]
 
 
