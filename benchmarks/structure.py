@@ -6,20 +6,15 @@
 import argparse
 import ast
 import io
-import itertools
 import os
 import sys
 import tokenize
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
 from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from package_files import FILES, PACKAGE, imported_files, name_of  # noqa: E402
+from package_files import FILES, PACKAGE, counts_of, files_in, imported_files, name_of, seen  # noqa: E402
 
 STEP_ROOMS = ("backend", "batch", "gradients", "parallel", "training")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -57,32 +52,6 @@ def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
             found.add(each)
             open_names += imports[each]
     return found
-
-
-@contextmanager
-def seen() -> Iterator[list[tuple[str, str]]]:
-    """Give the file and the name of each function of the package that is called inside this context."""
-    calls: list[tuple[str, str]] = []
-
-    def look(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
-            calls.append((frame.f_code.co_filename, f"{frame.f_code.co_name}:{frame.f_code.co_firstlineno}"))
-
-    sys.setprofile(look)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-
-
-def files_in(calls: list[tuple[str, str]]) -> set[str]:
-    return {file for file, _ in calls}
-
-
-def counts_of(calls: list[tuple[str, str]]) -> tuple[int, int, int, int]:
-    """Return the numbers of files, functions and calls, and how often a call is in another file than the one before."""
-    changes = sum(one[0] != other[0] for one, other in itertools.pairwise(calls))
-    return len(files_in(calls)), len(set(calls)), len(calls), changes
 
 
 def way_of_a_batch() -> tuple[str, str]:

@@ -93,3 +93,8 @@ def bits_of(step):
         if isinstance(getattr(loss_scale, "chooser", None), ms.amp.LossScaleManager):
             values.append(dict(vars(loss_scale.chooser)))
     return values
+
+
+def compare(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(one.asnumpy()), getattr(other, "asnumpy", lambda o=other: o)())
