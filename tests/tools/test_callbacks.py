@@ -1,5 +1,6 @@
 """ProgressBar: what it shows, where, and that it leaves everything else alone."""
 
+import functools
 import io
 import re
 import sys
@@ -120,14 +121,10 @@ def test_a_bar_is_closed_after_an_error(monkeypatch):
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, monkeypatch):
-    class Disabled(progress_bar._Bar):
-        """The default of `disable` is True, as with TQDM_DISABLE=1, which tqdm reads when it is imported."""
-
-        def __init__(self, params, **settings):
-            super().__init__(params, **{"disable": True, **settings})
-
+    # As with TQDM_DISABLE=1, which tqdm reads when it is imported.
+    disabled = functools.partial(progress_bar._Bar, disable=True)
     terminal = open_terminal(monkeypatch)
-    monkeypatch.setattr(progress_bar, "_Bar", Disabled)
+    monkeypatch.setattr(progress_bar, "_Bar", disabled)
     train(ProgressBar(live=live))
     assert sys.stdout is terminal and "\r" not in terminal.getvalue()
     assert terminal.getvalue().startswith("" if live else "epoch 2/2: 8/8 [") and bool(terminal.getvalue()) != live
