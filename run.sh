@@ -197,10 +197,6 @@ case $command in
     ;;
   bench)
     benchmark=peers extras=pinned
-    if [[ ${1:-} == structure ]]; then
-      prepare pinned
-      exec python tests/support/structure.py
-    fi
     if [[ -f benchmarks/${1:-}.py ]]; then
       benchmark=$1
       shift

@@ -11,9 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 from mindspore import Tensor
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum import Model, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
@@ -25,9 +27,20 @@ from ms_gradaccum.tools.processes import Job
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from simulation.cpu_program import plain_name  # noqa: E402
 from simulation.cuda_stubs import stand_ins  # noqa: E402
-from simulation.partition import WORLD_GROUP, collectives_of, connect, partition, tensor_bytes  # noqa: E402
+from simulation.partition import (  # noqa: E402
+    WORLD_GROUP,
+    Collective,
+    attribute_of,
+    collectives_of,
+    connect,
+    partition,
+)
 
 _OWNER = "simulate"
+# The dtypes of 1, 2, 4 and 8 bytes.
+_NAMES = ("BOOL INT8 UINT8", "FLOAT16 BFLOAT16 INT16 UINT16", "FLOAT INT32 UINT32", "DOUBLE FLOAT64 INT64 UINT64")
+_DTYPES = mind_ir_pb2.TensorProto.DataType
+_BYTES = {_DTYPES.Value(name): 1 << i for i, names in enumerate(_NAMES) for name in names.split()}
 
 
 class MessageKind(NamedTuple):
@@ -122,13 +135,30 @@ def compiled(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> Progr
 def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
     """Return the messages of an inlined program by kind, with the most bytes first."""
     collectives = collectives_of(model)
-    groups = {sent.group: sent.ranks for sent in collectives if sent.ranks}
+    groups = {sent.group: ranks for sent in collectives if (ranks := ranks_of(sent))}
     totals: dict[tuple[str, str, int, tuple[int, ...] | None], list[int]] = defaultdict(list)
     for sent in collectives:
         ranks = groups.get(sent.group)
         # The name of a smaller group begins with its size.
         size = len(ranks) if ranks else devices if sent.group == WORLD_GROUP else int(sent.group.partition("-")[0])
         ranks = tuple(range(devices)) if size == devices else ranks
-        totals[sent.operator, sent.purpose, size, ranks].append(sent.nbytes)
+        totals[sent.operator, sent.purpose, size, ranks].append(bytes_of(sent))
     kinds = (MessageKind(*kind, len(sizes), sum(sizes)) for kind, sizes in totals.items())
     return tuple(sorted(kinds, key=lambda kind: -kind.nbytes))
+
+
+def ranks_of(sent: Collective) -> tuple[int, ...] | None:
+    """Return the ranks of a group, if its operator lists them."""
+    listed = attribute_of(sent.primitive, "group_ranks", "")
+    return tuple(map(int, listed.split("-"))) if listed[:1].isdigit() else None
+
+
+def bytes_of(sent: Collective) -> int:
+    """Return the bytes that each rank sends."""
+    outputs = (tensor for each in sent.node.attribute if each.name == "shape" for tensor in each.tensors)
+    nbytes, size = sum(map(tensor_bytes, outputs)), attribute_of(sent.primitive, "rank_size", 1)
+    return {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(sent.operator, nbytes)
+
+
+def tensor_bytes(tensor: Any) -> int:
+    return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]

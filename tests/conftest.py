@@ -68,7 +68,7 @@ def is_about_warnings(file):
 @functools.cache
 def group_of(file):
     """The name of a file, or of the job of several processes that it shares with others."""
-    return "ranks" if "\nPART, SIZES = " in Path(file).read_text() else Path(file).stem
+    return "ranks" if "\nfrom ranks import " in Path(file).read_text() else Path(file).stem
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import many_parts
 import pytest
+import ranks
 from simulation.cuda_stubs import stand_ins
 from tiers import FIRST_TIER
 
@@ -20,16 +21,16 @@ def root(tmp_path_factory):
 
 
 def run_parts(request, processes, root):
-    """Run the workers of all files that are collected, in one job: PART names a file's worker, SIZES its jobs.
+    """Run the tests `on_ranks` of all files that are collected, in one job.
 
     Those that compile for GPU, as `FOR_GPU` says, come last.
     """
-    modules = {getattr(item, "module", None) for item in request.session.items}
-    modules = [module for module in modules if hasattr(module, "PART") and processes in module.SIZES]
-    for_gpu = [module for module in modules if getattr(module, "FOR_GPU", False)]
+    modules = {item.module for item in request.session.items if hasattr(item, "module")}
+    modules = [module for module in modules if ranks.tests_of(module.__name__, processes)]
+    for_gpu = [module for module in modules if hasattr(module, "FOR_GPU")]
     extra = request.getfixturevalue("stand_ins_for_cuda") if for_gpu else {}
     # As the files are called, so that it is always the same order.
-    parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
+    parts = [module.__name__ for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     folder = root / f"of{processes}"
     with mock.patch.dict(os.environ, extra), Job(processes, many_parts.run, parts, folder, root / "states") as job:
         try:
@@ -42,7 +43,6 @@ def run_parts(request, processes, root):
 
 @pytest.fixture(scope="session")
 def stand_ins_for_cuda(tmp_path_factory):
-    """The environment with stand-ins for CUDA, with which MindSpore compiles for GPU."""
     return stand_ins(tmp_path_factory.mktemp("cuda"))
 
 
@@ -59,15 +59,14 @@ def job_of_four(job_of_two, root, request):
 
 @pytest.fixture(scope="module")
 def two(job_of_two, request):
-    """The reports of two processes of this file's worker."""
-    return [report[request.module.PART] for report in job_of_two]
+    return [report[request.module.__name__] for report in job_of_two]
 
 
 @pytest.fixture(scope="module")
 def four(job_of_four, request):
-    return [report[request.module.PART] for report in job_of_four]
+    return [report[request.module.__name__] for report in job_of_four]
 
 
 @pytest.fixture(scope="module")
 def states(root, request):
-    return root / "states" / request.module.PART
+    return root / "states" / request.module.__name__

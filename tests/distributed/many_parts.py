@@ -1,7 +1,4 @@
-"""Run parts one after the other in one job: to start a job of its own takes longer than most of them.
-
-Each part is a file of tests `on_ranks`, or a worker with a `main`.
-"""
+"""Run files of tests `on_ranks` one after the other in one job: to start one takes longer than most of them."""
 
 import importlib
 import os
@@ -24,7 +21,6 @@ before_batch = LossMeasurement.before_batch
 
 
 def once(measurement):
-    """Measure the first batch alone."""
     measurement.schedule.is_due = False
     return before_batch(measurement) if measurement.schedule.batches < 1 else ""
 
@@ -46,7 +42,7 @@ def run(names, folder, states):
         os.environ |= {"REPORT_FOLDER": str(folder / part), "STATES": str(states / part)}
         begin = time.process_time()
         with mock.patch.object(communication, "init"):
-            main = getattr(importlib.import_module(part), "main", None)
-            parts[part] = main() if main else ranks.run(part)
+            importlib.import_module(part)
+            parts[part] = ranks.run(part)
         print(f"{part}: {time.process_time() - begin:.0f} s of a core", flush=True)
     yield parts

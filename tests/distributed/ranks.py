@@ -1,14 +1,13 @@
 """Tests that each process of a job runs: what fails in one of them fails in pytest, with its traceback.
 
-A file of such tests names itself and the sizes of its jobs, ``PART, SIZES = "test_name", (2, 4)``, and marks them with
-`on_ranks`. `many_parts.py` imports it in each process and calls `run`; under pytest a test looks up what became of it.
+A file marks them with `on_ranks`. `many_parts.py` imports it in each process and calls `run`; under pytest a test looks
+up what became of it.
 What waits for other ranks must not follow an assertion that can fail on one of them alone.
 """
 
 import os
 import time
 import traceback
-import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,8 +16,10 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from mindspore import Tensor, communication
+from mindspore.dataset import NumpySlicesDataset
 from quick_mindspore import eagerly
-from scenarios import BOUNDS, batch, share
+from refusal import all_warnings
+from scenarios import BOUNDS, batch, share, uneven_data
 
 from ms_gradaccum.parallel.world import gather_values
 
@@ -39,7 +40,9 @@ def on_ranks(*sizes, cases=((),), compiled=False):
 
     It runs op by op, for which nothing is compiled, if it is not ``compiled``, which begins in GRAPH mode.
     """
-    named = cases if isinstance(cases, dict) else {_name_of(case): case for case in cases}
+    named = cases
+    if not isinstance(cases, dict):
+        named = {"-".join(map(str, case)) if isinstance(case, tuple) else str(case): case for case in cases}
 
     def mark(function):
         parameters = []
@@ -61,16 +64,15 @@ def on_ranks(*sizes, cases=((),), compiled=False):
     return mark
 
 
-def _name_of(case):
-    return "-".join(map(str, case)) if isinstance(case, tuple) else str(case)
+def tests_of(module, size):
+    """The tests of a module for so many processes, by name: what to call, and whether something is compiled."""
+    return {key: (test, compiled) for key, (test, sizes, compiled) in _tests[module].items() if size in sizes}
 
 
 def run(module):
     """Run the tests of a module, and return the traceback of each, which is empty if it has passed."""
     outcomes = {}
-    for key, (test, sizes, compiled) in _tests[module].items():
-        if SIZE not in sizes:
-            continue
+    for key, (test, compiled) in tests_of(module, SIZE).items():
         begin, outcomes[key] = time.process_time(), ""
         ms.set_context(mode=ms.GRAPH_MODE)
         try:
@@ -98,6 +100,18 @@ def own_share(number, bounds=BOUNDS):
     return [Tensor(array) for array in share(batch(number), RANK, SIZE, bounds)]
 
 
+def own_data():
+    """The batches of two rows of this rank, of which rank 0 has one more."""
+    return NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
+
+
+def train_batches(step, numbers, bounds=BOUNDS):
+    """Train on this rank's share of some batches and return what the step reported last."""
+    for number in numbers:
+        output = step(*own_share(number, bounds))
+    return output
+
+
 def everyone(value):
     return gather_values("compares", value)
 
@@ -110,8 +124,7 @@ def assert_same(value):
 def told(*keys):
     """Give a list of the warnings with each of the keys, when the context has ended."""
     found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         yield found
     texts = [str(each.message) for each in caught]
     found += [text for text in texts if all(key in text for key in keys)]

@@ -85,7 +85,6 @@ class Scheduler:
         self.sums.clear()
 
     def whole(self, parameter):
-        """All rows of a parameter, as an array."""
         self.gather()
         values = parameter.asnumpy()
         self.cut()
@@ -98,7 +97,6 @@ def reduce_itself(cell, level=1, shard_size=1, accumulates=False, scale=1.0):
 
 
 def whole_weights(cell):
-    """All weights as one list of numbers, equal on all ranks."""
     arrays = [cell.hsdp_scheduler.whole(parameter) for parameter in cell.trainable_params()]
     return [float(value) for array in arrays for value in array.ravel()]
 

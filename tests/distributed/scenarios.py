@@ -1,4 +1,4 @@
-"""Trainings that one process and several do alike. The test runs them in its own process, the workers under msrun."""
+"""What one process and several train alike, and what MindSpore's own optimizers make of it in one process."""
 
 import functools
 import hashlib
@@ -6,6 +6,7 @@ import hashlib
 import mindspore as ms
 import numpy as np
 import optimizers_tried
+from linear_toy import mse
 from mindspore import Tensor, nn
 from quick_mindspore import eagerly
 
@@ -75,46 +76,14 @@ def build_step(optimizer="Adam", micro_size=3, **settings):
     """A network and the step that trains it. It measures the loss, which takes most of the time, only if told to."""
     network = build_network()
     settings.setdefault("check_loss", False)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    loss_cell = GradAccumulation(mse(network), micro_size)
     return network, TrainOneStepCell(loss_cell, OPTIMIZERS[optimizer](network.trainable_params()), **settings)
-
-
-def train_batches(step, numbers, rank=0, size=1, bounds=BOUNDS):
-    """Train this process's share of some batches and return what the step reported last."""
-    for number in numbers:
-        output = step(*[Tensor(array) for array in share(batch(number), rank, size, bounds)])
-    return output
-
-
-def train(optimizer, clip, rank=0, size=1, **settings):
-    """Train some windows and return the network, its optimizer and what the step reported last."""
-    network, step = build_step(optimizer, clip=CLIPS[clip](), **settings)
-    return network, step.optimizer, train_batches(step, range(STEPS), rank, size)
-
-
-# One batch again and again, once 30 times as large.
-SPIKE, NO_SPIKE = (1, 1, 1, 30, 1), (1, 1)
-
-
-def train_factors(factors, rank=0, size=1, **settings):
-    network, step = build_step("Momentum", **settings)
-    updated = []
-    for factor in factors:
-        arrays = [array * factor for array in batch(0)]
-        output = step(*[Tensor(array) for array in share(arrays, rank, size)])
-        updated.append(bool(output.updated.asnumpy()))
-    return {"weights": weights_of(network), "updated": updated, "fingerprint": fingerprint(network)}
-
-
-class Halved(nn.Cell):
-    def construct(self, grads, norm):
-        return tuple(grad * 0.5 for grad in grads)
 
 
 def stock_weights(optimizer, batches):
     """The weights of MindSpore's own step in one process, after an update for each of these batches."""
     network = build_network()
-    cell = nn.WithLossCell(network, nn.MSELoss())
+    cell = mse(network)
     step = nn.TrainOneStepCell(cell, OPTIMIZERS[optimizer](network.trainable_params())).set_train()
     with eagerly():
         for arrays in batches:
@@ -122,15 +91,13 @@ def stock_weights(optimizer, batches):
     return weights_of(network)
 
 
-def stock_clipped(optimizer, batches, clip):
-    """Train by MindSpore's own optimizer with gradients that ``clip`` scales in NumPy; return the weights and reports.
+def train_clipped(loss_cell, optimizer, batches, clip):
+    """Train by an optimizer of MindSpore with gradients that ``clip`` scales in NumPy; return reports.
 
     ``clip`` takes the gradients by name and their norm. A report is the loss, and the norm before and after.
     """
-    network = build_network()
-    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
-    names = [weight.name for weight in network.trainable_params()]
-    grad_fn = ms.value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, optimizer.parameters)
+    names = [weight.name for weight in optimizer.parameters]
+    grad_fn = ms.value_and_grad(loss_cell, None, optimizer.parameters)
     reports = []
     with eagerly():
         for arrays in batches:
@@ -140,6 +107,14 @@ def stock_clipped(optimizer, batches, clip):
             grads = clip(grads, norm)
             reports.append([float(loss.asnumpy()), norm, norm_of(grads.values())])
             optimizer(tuple(Tensor(grad.astype(np.float32)) for grad in grads.values()))
+    return reports
+
+
+def stock_clipped(optimizer, batches, clip):
+    """The same with the network of here: the weights and the reports."""
+    network = build_network()
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    reports = train_clipped(mse(network), optimizer, batches, clip)
     return weights_of(network), reports
 
 
@@ -151,12 +126,11 @@ def scaled_by(factor_of):
     return lambda grads, norm: {name: grad * factor_of(norm) for name, grad in grads.items()}
 
 
-def entries_up_to(limit):
-    return lambda grads, norm: {name: np.clip(grad, -limit, limit) for name, grad in grads.items()}
-
-
 # The clips of CLIPS in NumPy.
-BY_HAND = {"norm": scaled_by(lambda norm: min(1.0, 0.5 / norm)), "value": entries_up_to(0.05)}
+BY_HAND = {
+    "norm": scaled_by(lambda norm: min(1.0, 0.5 / norm)),
+    "value": lambda grads, norm: {name: np.clip(grad, -0.05, 0.05) for name, grad in grads.items()},
+}
 
 
 def joined(*batches):
@@ -175,29 +149,11 @@ def uneven_data(rank):
     return [generator.normal(size=(6 if rank == 0 else 4, columns)).astype(np.float32) for columns in (6, 3)]
 
 
-class SumOfRows(nn.Cell):
-    """Looks rows of a table up; the loss is the mean of their products with the second input."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.EmbeddingLookup(4, 2, Tensor(np.arange(8, dtype=np.float32).reshape(4, 2)), target="CPU")
-
-    def construct(self, ids, factors):
-        return (self.rows(ids).sum(1) * factors).mean()
-
-
-def train_lookup(rank=0, size=1, **settings):
-    """Train one window and return the table. Row 3 is never read."""
-    cell = SumOfRows()
-    optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
-    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, compile=True, **settings)
-    ids, factors = np.array([0, 1, 1, 2, 0, 1, 2, 2, 1, 1, 0, 2], np.int32), np.arange(12, dtype=np.float32)
-    step(*[Tensor(array) for array in share([ids, factors], rank, size)])
-    return weights_of(cell)
+def close(found, expected, rtol=2e-5, atol=2e-6):
+    np.testing.assert_allclose(found, expected, rtol, atol)
 
 
 def weights_of(network):
-    """All weights as one list of numbers."""
     return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]).tolist()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-import pytest
 import quick_mindspore
+from linear_toy import mse, sgd
 from mindspore import Tensor, communication, nn
 
 from ms_gradaccum import TrainOneStepCell, save_state
@@ -22,7 +22,7 @@ def train_and_die(folder):
     rank = communication.get_rank()
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = nn.Dense(1, 1)
-    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    step = TrainOneStepCell(mse(network), sgd(network, 0.1))
     x = Tensor(np.full((2, 1), rank, np.float32))
     step(x, x)
     said, has_died = "", folder / "has_died"
@@ -48,18 +48,11 @@ def train_and_die(folder):
     yield Path(os.readlink("/proc/self/fd/2")).read_text(errors="replace"), os.readlink("/proc/self/fd/2"), said
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    with Job(2, train_and_die, tmp_path_factory.mktemp("dying")) as job:
-        return job.wait(600)
-
-
-def test_the_logs_of_the_other_ranks_name_the_one_that_has_ended(reports):
-    (other, _, _), (own, log, _) = reports
+def test_the_logs_of_the_other_ranks_name_the_one_that_has_ended(tmp_path):
+    with Job(2, train_and_die, tmp_path) as job:
+        (other, _, said), (own, log, _) = job.wait(600)
     sentence = f"rank 1 has ended with RuntimeError: the label 'cat' is not known See the end of {log};"
     assert 0 <= other.find(sentence) < other.find("later " * 500) and other.count(sentence) == 1
     assert "Traceback" in own and sentence not in own
-
-
-def test_a_rank_that_alone_saves_is_told_that_the_others_do_not(reports):
-    assert "this rank saves a state and another one adds up gradients" in reports[0][2]
+    # One that alone saves is told so.
+    assert "this rank saves a state and another one adds up gradients" in said

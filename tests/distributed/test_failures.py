@@ -29,24 +29,17 @@ def program(tmp_path_factory):
     return str(file)
 
 
-def wait_for_training(sample):
-    assert any("loss" in line for line in sample.stdout), sample.stderr.read()
-
-
-def worker(rank, folder):
-    wanted = {"MS_ROLE=MS_WORKER", f"MS_NODE_ID={rank}"}
-    return next(process for process, environment in processes_in(folder).items() if wanted <= set(environment))
-
-
 def test_a_killed_worker_ends_the_job(tmp_path, program):
-    rank = 0  # The one whose log is shown.
+    # The one whose log is shown.
+    wanted = {"MS_ROLE=MS_WORKER", "MS_NODE_ID=0"}
     with running_sample(tmp_path, limit=180, arguments=(program,)) as sample:
-        wait_for_training(sample)
-        os.kill(worker(rank, tmp_path), signal.SIGKILL)
+        assert any("loss" in line for line in sample.stdout), sample.stderr.read()
+        (worker,) = [process for process, variables in processes_in(tmp_path).items() if wanted <= set(variables)]
+        os.kill(worker, signal.SIGKILL)
         _, errors = sample.communicate(timeout=30)
     assert sample.returncode == 1
-    assert errors.startswith(f"Error: worker {rank} was killed, by someone or because memory ran out.\n")
-    assert f"Last lines of log_output/worker_{rank}.log:" in errors
+    assert errors.startswith("Error: worker 0 was killed, by someone or because memory ran out.\n")
+    assert "Last lines of log_output/worker_0.log:" in errors
     assert processes_in(tmp_path) == {}
 
 
@@ -69,9 +62,6 @@ def add_tool(folder, name, script):
     return tool.parent
 
 
-ONE_GPU = "GPU 0: NVIDIA H200 (UUID: GPU-0b5f)"
-TWO_CHIPS = "Total Count : 1\n\nNPU ID     : 0\nChip Count : 2"
-TOOL_FAILED = "DEVICE_TARGET=GPU, but 'nvidia-smi -L' failed: no driver"
 TOO_FEW = (
     "{} workers on this machine need as many devices, but it has {} ({}). Lower LOCAL_WORKER_NUM or WORKER_NUM, or use "
     "DEVICE_TARGET=CPU."
@@ -81,10 +71,16 @@ TOO_FEW = (
 @pytest.mark.parametrize(
     "target,tool,script,workers,message",
     [
-        ("GPU", "nvidia-smi", f"echo '{ONE_GPU}'", "2", TOO_FEW.format(2, 1, "GPU")),
+        ("GPU", "nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0b5f)'", "2", TOO_FEW.format(2, 1, "GPU")),
         ("GPU", "nvidia-smi", "", "1", TOO_FEW.format(1, 0, "GPU")),
-        ("Ascend", "npu-smi", f"echo '{TWO_CHIPS}'", "3", TOO_FEW.format(3, 2, "Ascend")),
-        ("GPU", "nvidia-smi", "echo no driver\nexit 9", "2", TOOL_FAILED),
+        ("Ascend", "npu-smi", "echo 'NPU ID     : 0\nChip Count : 2'", "3", TOO_FEW.format(3, 2, "Ascend")),
+        (
+            "GPU",
+            "nvidia-smi",
+            "echo no driver\nexit 9",
+            "2",
+            "DEVICE_TARGET=GPU, but 'nvidia-smi -L' failed: no driver",
+        ),
     ],
 )
 def test_too_few_devices_are_told_before_anything_starts(target, tool, script, workers, message, tmp_path):

@@ -5,26 +5,19 @@ import random
 import signal
 import time
 
-import pytest
 from faults import FAULTS, finish, newest, running, story, strike, victim
 
 PROCESSES = 2
 # So long that it is not over before everything has been killed, on a slow machine neither.
 LENGTH = {"FAULT_EPOCHS": "12"}
-GENERATOR = random.Random(0)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Return the losses and the end of a training without a fault."""
-    folder = tmp_path_factory.mktemp("alone").resolve()
-    finish(folder, PROCESSES, **LENGTH)
-    return story(folder, PROCESSES)
-
-
-def test_a_training_that_is_killed_in_every_way_and_stands_still_is_the_one_that_is_left_alone(alone, tmp_path):
+def test_a_training_that_is_killed_in_every_way_and_stands_still_is_the_one_that_is_left_alone(tmp_path_factory):
+    alone, tmp_path = (tmp_path_factory.mktemp(name).resolve() for name in ("alone", "struck"))
+    finish(alone, PROCESSES, **LENGTH)
+    generator = random.Random(0)
     for fault in FAULTS:
-        seconds = strike(fault, tmp_path, PROCESSES, GENERATOR, **LENGTH)
+        seconds = strike(fault, tmp_path, PROCESSES, generator, **LENGTH)
         assert seconds is not None, f"the training was over before {fault} was killed"
     begun = newest(tmp_path)
     with running(tmp_path, PROCESSES, **LENGTH) as job:
@@ -39,4 +32,4 @@ def test_a_training_that_is_killed_in_every_way_and_stands_still_is_the_one_that
         assert newest(tmp_path) == state  # the others do not go on without it
         os.kill(process, signal.SIGCONT)
         assert job.wait(timeout=300) == 0
-    assert story(tmp_path, PROCESSES) == alone
+    assert story(tmp_path, PROCESSES) == story(alone, PROCESSES)

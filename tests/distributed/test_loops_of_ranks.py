@@ -1,6 +1,7 @@
 """Hand-written loops on two processes against one process on all rows."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import mindspore as ms
@@ -8,27 +9,38 @@ import numpy as np
 import pytest
 import scenarios
 from described_messages import sizes_sent
+from linear_toy import momentum, mse, sgd
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 from open_window import reducer_of
 from quick_mindspore import eagerly
-from ranks import RANK, SIZE, on_ranks, own_share, states
+from ranks import RANK, on_ranks, own_data, own_share, states, told
 from refusal import refuses
-from scenarios import batch, build_network, joined, stock_clipped, uneven_data, weights_of, whole_batches
+from scenarios import (
+    BY_HAND,
+    ONE_SHAPE,
+    ROWS,
+    batch,
+    build_network,
+    close,
+    joined,
+    stock_clipped,
+    train_clipped,
+    uneven_data,
+    weights_of,
+    whole_batches,
+)
 
 from ms_gradaccum import HSDP, AccumulationConfig, Accumulator
 
-PART, SIZES = "test_loops_of_ranks", (2,)
 KINDS = {name: replace(kind, check_weights=True) for name, kind in scenarios.KINDS.items()}
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
-
-
-def batches_of(arrays, rows=2):
-    return [tuple(Tensor(array[i : i + rows]) for array in arrays) for i in range(0, len(arrays[0]), rows)]
+def build_loop(steps=2, **settings):
+    """A network and an Accumulator whose optimizer has a state."""
+    network = build_network()
+    return network, Accumulator(mse(network), momentum(network, 0.1), steps, check_loss=False, **settings)
 
 
 def sgd_with_schedule(network):
@@ -41,18 +53,18 @@ def sgd_with_schedule(network):
 def trained_with_schedule(carries):
     """Weights and rate after windows of all rows: two epochs of batches of 2, 2 and 1 times two rows."""
     per_rank = [uneven_data(rank) for rank in range(2)]
-    rows = [[[array[i : i + 2] for array in arrays] for arrays in per_rank] for i in (0, 2, 4)]
-    first, second, third = [[np.concatenate(arrays) for arrays in zip(*each)] for each in rows]
+    first, second, third = [joined(*([array[i : i + 2] for array in each] for each in per_rank)) for i in (0, 2, 4)]
     # The last batch belongs to rank 0 alone, and is a window of its own unless the window goes on in the next epoch.
     windows = [(first, second), (third, first), (second, third)] if carries else [(first, second), (third,)] * 2
     network = build_network()
     optimizer, scheduler = sgd_with_schedule(network)
-    grad_fn = ms.grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
-    for window in windows:
-        grads = grad_fn(*(Tensor(np.concatenate(arrays)) for arrays in zip(*window)))
-        norm = np.sqrt(sum(np.square(grad.asnumpy()).sum() for grad in grads))
-        optimizer(tuple(grad * float(min(1.0, 0.5 / norm)) for grad in grads))
-        scheduler.step()
+
+    def batches():
+        for window in windows:
+            yield joined(*window)
+            scheduler.step()
+
+    train_clipped(mse(network), optimizer, batches(), BY_HAND["norm"])
     return weights_of(network), len(windows), float(optimizer.lrs[0].asnumpy())
 
 
@@ -61,9 +73,8 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(name
     network = build_network()
     optimizer, scheduler = sgd_with_schedule(network)
     config = AccumulationConfig(2, sync_with_dataloader=not carries)
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    accumulator = Accumulator(loss_cell, optimizer, config=config, parallel=KINDS[name])
-    loader, scheduler = accumulator.prepare(batches_of(uneven_data(RANK)), scheduler)
+    accumulator = Accumulator(mse(network), optimizer, config=config, parallel=KINDS[name])
+    loader, scheduler = accumulator.prepare(own_data(), scheduler)
     for _ in range(2):
         for each in loader:
             with accumulator.accumulate():
@@ -79,28 +90,33 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(name
     assert rate < 0.1
 
 
-@on_ranks(2, cases=KINDS)
-def test_gradients_that_the_caller_took_are_added_over_the_ranks(kind):
-    network, loss_fn = build_network(), nn.MSELoss()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    accumulator = Accumulator(network, optimizer, 2, parallel=kind)
-    grad_fn = ms.value_and_grad(lambda x, y: loss_fn(network(x), y), None, network.trainable_params())
-    for number in (0, 1):
-        x, y = own_share(number)
-        loss, grads = grad_fn(x, y)
-        output = accumulator(grads, weight=len(x), loss=loss)
-    rows = joined(batch(0), batch(1))
-    weights, [[loss, *_]] = stock_clipped("Momentum", [rows], lambda grads, norm: grads)
+@on_ranks(2, cases=[*itertools.product(KINDS, ["loop"]), ("data parallel", "dataset"), ("data parallel", "nobody")])
+def test_gradients_that_the_caller_took_count_by_their_rows_if_anybody_knows_these(kind, who_knows):
+    """And they have a loss if the caller gives it."""
+    network, accumulator = build_loop(parallel=KINDS[kind])
+    grad_fn = ms.value_and_grad(mse(network), None, network.trainable_params())
+    batches = [own_share(0), own_share(1, ONE_SHAPE)]
+    with told("need a weight") as said:
+        for x, y in accumulator.prepare(batches) if who_knows == "dataset" else batches:
+            loss, grads = grad_fn(x, y)
+            known = (len(x), loss) if who_knows == "loop" else ()
+            output = accumulator(grads, *known)
+    weights, [[loss, *_]] = stock_clipped("Momentum", [joined(batch(0), batch(1))], lambda grads, norm: grads)
+    if who_knows == "nobody":
+        assert len(said) == 1 and "all batches and ranks count alike" in said[0]
+        assert not np.allclose(weights_of(network), weights, rtol=1e-3)
+        return
     close(weights_of(network), weights)
-    np.testing.assert_allclose(output.loss.asnumpy(), loss, rtol=1e-5)
-    assert output.updated and output.weight == 24
+    assert said == [] and output.updated and output.weight == 24
+    if who_knows == "loop":
+        np.testing.assert_allclose(output.loss.asnumpy(), loss, rtol=1e-5)
+    else:
+        assert output.loss is None
 
 
 @on_ranks(2)
 def test_all_ranks_skip_what_one_cannot_use():
-    network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+    network, accumulator = build_loop(steps=1)
     x, y = own_share(0)
     before = weights_of(network)
     accumulator.backward(x * (np.nan if RANK == 1 else 1), y)
@@ -114,8 +130,8 @@ def test_all_ranks_skip_what_one_cannot_use():
 @on_ranks(2, compiled=True)
 def test_two_networks_share_their_windows():
     first, second = build_network(), build_network()
-    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
-    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
+    optimizers = [sgd(network, 0.1) for network in (first, second)]
+    cells = [mse(network) for network in (first, second)]
     accumulator = Accumulator(cells, optimizers, 2)
     for number in (0, 1):
         x, y = own_share(number)
@@ -130,29 +146,20 @@ def test_two_networks_share_their_windows():
 
 
 def adversaries():
-    """The same with MindSpore's own optimizers, on all rows."""
+    """The same with MindSpore's own steps, on all rows."""
     first, second = build_network(), build_network()
-    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
-    (x, y), (next_x, next_y) = [[Tensor(array) for array in batch(number)] for number in (0, 1)]
-    early = first(x)
-    inputs = [Tensor(array) for array in joined(batch(0), batch(1))]
-    optimizers[0](ms.grad(nn.WithLossCell(first, nn.MSELoss()), None, first.trainable_params())(*inputs))
-    targets = ops.concat((early, first(next_x)))
-    optimizers[1](ms.grad(nn.WithLossCell(second, nn.MSELoss()), None, second.trainable_params())(inputs[0], targets))
+    x, y = map(Tensor, joined(batch(0), batch(1)))
+    early = first(x[:ROWS])
+    nn.TrainOneStepCell(mse(first), sgd(first, 0.1))(x, y)
+    targets = ops.concat((early, first(x[ROWS:])))
+    nn.TrainOneStepCell(mse(second), sgd(second, 0.1))(x, targets)
     return [weights_of(first), weights_of(second)]
-
-
-def build_loop(**settings):
-    """A network and an Accumulator whose optimizer has a state."""
-    network = build_network()
-    cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    return network, Accumulator(cell, optimizer, 2, check_loss=False, **settings)
 
 
 def train_loop(accumulator, numbers):
     for number in numbers:
         with accumulator.accumulate():
-            accumulator.backward(*(own_share(number) if SIZE > 1 else map(Tensor, batch(number))))
+            accumulator.backward(*own_share(number))
             accumulator.step()
 
 
@@ -177,7 +184,7 @@ def test_one_process_goes_on_from_it(rank, name, two, request, eager):
 @on_ranks(2)
 def test_what_cannot_work_is_refused_on_all_ranks():
     network = build_network()
-    cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
+    cell, optimizer = mse(network), sgd(network, 0.1)
     with refuses(ValueError, "For 'Accumulator', the ranks must agree about 'config', but got Accumulation"):
         Accumulator(cell, optimizer, accumulation_steps=1 + RANK)
     with refuses(ValueError, "'parallel'", "sync_each_batch", "optimizer_level='level1'"):
@@ -191,7 +198,7 @@ def test_sync_each_batch_sends_the_gradient_in_each_batch():
     """Messages of three batches and one update. The gradient has two elements, of which each rank keeps one."""
     network = nn.Dense(1, 2, has_bias=False)
     config = AccumulationConfig(3, sync_each_batch=True)
-    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
+    loss_cell, optimizer = mse(network), sgd(network, 0.1)
     accumulator = Accumulator(loss_cell, optimizer, config=config)
     sizes = sizes_sent(reducer_of(accumulator.driver))
     for _ in range(3):

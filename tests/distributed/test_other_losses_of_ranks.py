@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 from described_messages import sizes_sent
+from linear_toy import sgd
 from mindspore import Tensor, nn, ops
 from open_window import reducer_of
 from quick_mindspore import eagerly
@@ -12,7 +13,6 @@ from scenarios import KINDS, ONE_SHAPE, batch, build_network, share
 
 from ms_gradaccum import GradAccumulation, MixedPrecision, TrainOneStepCell
 
-PART, SIZES = "test_other_losses_of_ranks", (2,)
 WAYS = {name: {"parallel": kind} for name, kind in KINDS.items()}
 WAYS["16-bit messages"] = {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")}
 # The batch of rank 0 after rank 1 has run out of data: as many rows as before, so that nothing is compiled anew.
@@ -37,7 +37,7 @@ def train(losses, counts=False, **settings):
     """A window of two batches. Return the further losses of both reports, and the messages."""
     network = Losses(is_one=losses is None)
     cell = GradAccumulation(network, 3, losses=losses)
-    step = TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), accumulation_steps=2, **settings)
+    step = TrainOneStepCell(cell, sgd(network, 0.1), accumulation_steps=2, **settings)
     sent = sizes_sent(reducer_of(step)) if counts else []
     inside = step(*own_share(0, ONE_SHAPE))
     output = step.join() if RANK else step(*map(Tensor, LAST))

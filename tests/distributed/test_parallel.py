@@ -2,43 +2,39 @@
 
 import copy
 import functools
+import itertools
 from contextlib import nullcontext
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
 from described_messages import bytes_of_sums, described, sent_by
+from linear_toy import momentum, mse
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_group_size
-from mindspore.dataset import NumpySlicesDataset
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import CheckpointConfig, ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 from open_window import buffer_of, reducer_of
 from quick_mindspore import compiling, eagerly
-from ranks import RANK, SIZE, assert_same, folder, on_ranks, own_share, told
+from ranks import RANK, SIZE, assert_same, folder, on_ranks, own_data, own_share, told, train_batches
 from refusal import refuses
 from scenarios import (
     BY_HAND,
     CLIPS,
-    NO_SPIKE,
     ONE_SHAPE,
     OPTIMIZERS,
-    SPIKE,
     STEPS,
-    Halved,
     batch,
     build_network,
     build_step,
+    close,
     fingerprint,
     joined,
     scaled_by,
+    share,
     stock_clipped,
     stock_weights,
-    train,
-    train_batches,
-    train_factors,
-    train_lookup,
     uneven_data,
     weights_of,
     whole_batches,
@@ -59,7 +55,6 @@ from ms_gradaccum import (
 )
 from ms_gradaccum.parallel import world
 
-PART, SIZES = "test_parallel", (2, 4)
 KINDS = {
     "data parallel": DataParallel(),
     "data parallel, each batch": DataParallel(sync_each_batch=True),
@@ -74,13 +69,9 @@ THREE = ["data parallel", "all shards", "all shards, level2"]
 EACH, PAIRS = tuple((number,) for number in range(STEPS)), ((0, 1), (2, 3))
 
 
-def close(found, expected, rtol=2e-5, atol=2e-6):
-    np.testing.assert_allclose(found, expected, rtol, atol)
-
-
 @functools.cache
 def one_process(clip):
-    return stock_clipped("Adam", [batch(number) for number in range(STEPS)], BY_HAND[clip])
+    return stock_clipped("Adam", map(batch, range(STEPS)), BY_HAND[clip])
 
 
 def check_like_one_process(network, output, clip):
@@ -98,18 +89,23 @@ def state_size(optimizer):
     return sum(parameter.size for parameter in optimizer.get_parameters())
 
 
-@on_ranks(2, cases=KINDS)
-def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kind):
-    network, _, _ = train("Adam", "none", RANK, SIZE, parallel=kind)
+def train(optimizer, clip, **settings):
+    network, step = build_step(optimizer, clip=CLIPS[clip](), **settings)
+    return network, step.optimizer, train_batches(step, range(STEPS))
+
+
+@on_ranks(2, cases=[*itertools.product(KINDS, ["Adam"]), *itertools.product(["two shards"], OPTIMIZERS)])
+def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(kind, optimizer):
+    network, _, _ = train(optimizer, "none", parallel=KINDS[kind])
     assert_same(fingerprint(network))
-    expected = whole_batches("Adam", EACH)
+    expected = whole_batches(optimizer, EACH)
     assert not np.allclose(expected, weights_of(build_network()))  # Otherwise the test proves nothing.
     close(weights_of(network), expected)
 
 
 @on_ranks(2, cases=["data parallel", "all shards", "two shards, level2"])
 def test_each_entry_is_clipped_by_itself(name):
-    network, _, output = train("Adam", "value", RANK, SIZE, parallel=KINDS[name])
+    network, _, output = train("Adam", "value", parallel=KINDS[name])
     check_like_one_process(network, output, "value")
 
 
@@ -123,7 +119,7 @@ def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_
     kind = KINDS.get(name, HSDP())
     if name not in COMPILED[SIZE]:
         with eagerly():
-            network, optimizer, output = train("Adam", "norm", RANK, SIZE, parallel=kind)
+            network, optimizer, output = train("Adam", "norm", parallel=kind)
     else:
         cells, compile_cell = [], _cell_graph_executor.compile
 
@@ -134,22 +130,17 @@ def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_
         network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[SIZE][-1])
         optimizer = step.optimizer
         with mock.patch.object(_cell_graph_executor, "compile", note):
-            output = train_batches(step, range(STEPS), RANK, SIZE, ONE_SHAPE)
+            output = train_batches(step, range(STEPS), ONE_SHAPE)
         traffic = described(reducer_of(step).layout)
         expected = sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update)
         assert collectives_in(cells) == expected != []
     check_like_one_process(network, output, "norm")
     if isinstance(kind, HSDP) and kind.threshold == 0:
-        check_state_size(optimizer, kind.shard_size if kind.shard_size > 0 else SIZE)
-
-
-def check_state_size(optimizer, shards):
-    """The weights and two moments are divided by the shard size."""
-    network = build_network()
-    sizes = [weight.size for weight in network.trainable_params()]
-    small = sizes[-2] + sizes[-1]  # Three rows cannot be divided.
-    rest = state_size(nn.Adam(network.trainable_params())) - 3 * sum(sizes)  # The count of updates and the like.
-    assert state_size(optimizer) == 3 * ((sum(sizes) - small) // shards + small) + rest
+        # The weights and two moments are divided by the shard size, but for those of three rows.
+        whole = [weight.size for weight in build_network().trainable_params()]
+        divided = sum(whole[:-2]) - sum(whole[:-2]) // (kind.shard_size if kind.shard_size > 0 else SIZE)
+        stock = nn.Adam(build_network().trainable_params())
+        assert state_size(optimizer) == state_size(stock) - 3 * divided
 
 
 def collectives_in(cells):
@@ -175,45 +166,40 @@ def test_the_context_of_data_parallel_changes_no_update_and_a_sum_is_named():
             try:
                 # The graphs of one of them are enough.
                 with eagerly() if mean else nullcontext():
-                    network, _, output = train("Adam", "norm", RANK, SIZE, parallel=HSDP(2, 0))
+                    network, _, output = train("Adam", "norm", parallel=HSDP(2, 0))
             finally:
                 ms.reset_auto_parallel_context()
             check_like_one_process(network, output, "norm")
     assert len(said) == 1
 
 
-@on_ranks(2, cases=OPTIMIZERS.keys())
-def test_sharded_optimizer_updates_like_a_whole_one(optimizer):
-    network, _, _ = train(optimizer, "none", RANK, SIZE, parallel=HSDP(2, 0))
-    assert_same(fingerprint(network))
-    close(weights_of(network), whole_batches(optimizer, EACH))
-
-
 @on_ranks(2, cases=[(name, limit) for name in THREE for limit in (NormSpike(std=3.0, windows=4), 50.0)])
 def test_all_processes_leave_out_the_same_window(name, limit):
-    found = train_factors(SPIKE, RANK, SIZE, skip_above=limit, parallel=KINDS[name])
-    assert_same(found["fingerprint"])
-    # Of the five windows, the spike makes no update.
-    assert found["updated"] == [True, True, True, False, True]
-    close(found["weights"], stock_weights("Momentum", [batch(0)] * 4))
+    """One batch again and again, once 30 times as large."""
+    network, step = build_step("Momentum", skip_above=limit, parallel=KINDS[name])
+    updated = [step(*(part * factor for part in own_share(0))).is_updated for factor in (1, 1, 1, 30, 1)]
+    assert_same(fingerprint(network))
+    assert updated == [True, True, True, False, True]
+    close(weights_of(network), stock_weights("Momentum", [batch(0)] * 4))
+
+
+class Halved(nn.Cell):
+    def construct(self, grads, norm):
+        return tuple(grad * 0.5 for grad in grads)
 
 
 @on_ranks(2)
 def test_a_clip_of_ones_own_gets_the_gradient_of_all_processes_or_is_refused():
-    found = train_factors(NO_SPIKE, RANK, SIZE, clip=Halved(), parallel=KINDS["data parallel"])["weights"]
-    batches = [batch(0)] * len(NO_SPIKE)
-    expected, _ = stock_clipped("Momentum", batches, scaled_by(lambda norm: 0.5))
-    assert not np.allclose(expected, stock_weights("Momentum", batches), rtol=1e-3)
-    close(found, expected)
+    network, step = build_step("Momentum", clip=Halved())
+    train_batches(step, range(STEPS))
+    expected, _ = stock_clipped("Momentum", map(batch, range(STEPS)), scaled_by(lambda norm: 0.5))
+    assert not np.allclose(expected, whole_batches("Momentum", EACH), rtol=1e-3)
+    close(weights_of(network), expected)
     network = build_network()
-    before = [weight.shape for weight in network.trainable_params()]
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    optimizer = momentum(network)
     with refuses(ValueError, "a clip of your own needs whole gradients, but got Halved with HSDP("):
-        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=Halved(), parallel=HSDP(2, 0))
-    assert [weight.shape for weight in optimizer.parameters] == before
-
-
-# Messages: each one is a call, when nothing is compiled.
+        TrainOneStepCell(mse(network), optimizer, clip=Halved(), parallel=HSDP(2, 0))
+    assert optimizer.parameters[0].shape == (8, 6)
 
 
 def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
@@ -221,10 +207,7 @@ def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
 
     The norm after a clip by value takes one more reduction, and the norms of groups another one.
     """
-    network = build_network()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    step = TrainOneStepCell(loss_cell, optimizer, parallel=kind, check_loss=False, **settings)
+    _, step = build_step("SGD", micro_size, parallel=kind, **settings)
     inputs = [Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)]
     for _ in range(2):  # In the first two the ranks also compare what they train.
         step(*inputs)
@@ -275,20 +258,11 @@ def test_clips_take_a_reduction_a_limit_of_the_norm_none_and_16_bits_a_message()
         assert ("AllReduce", 2, 12) in sent
 
 
-# Checkpoints, and other numbers of processes.
-
-
 def without_redundancy(step, saved, target):
     """Save with MindSpore's callback that leaves out what other ranks have, and return the names of what differs."""
     config = CheckpointConfig(remove_redundancy=True, integrated_save=False, format="safetensors")
-    params = _InternalCallbackParam(
-        train_network=step,
-        cur_step_num=3,
-        cur_epoch_num=1,
-        batch_num=4,
-        last_save_ckpt_step=None,
-        latest_ckpt_file=None,
-    )
+    params = _InternalCallbackParam(train_network=step, cur_step_num=3, cur_epoch_num=1, batch_num=4)
+    params |= dict.fromkeys(("last_save_ckpt_step", "latest_ckpt_file"))
     ModelCheckpoint("step", str(target), config).end(RunContext(params))
     (file,) = target.glob("*.safetensors")
     found = ms.load_checkpoint(str(file), format="safetensors", remove_redundancy=True)
@@ -299,7 +273,7 @@ def without_redundancy(step, saved, target):
 def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shards(kind, saved_after):
     """Saved in the middle of the second window, and at its beginning."""
     network, step = build_step(parallel=KINDS[kind], accumulation_steps=2)
-    train_batches(step, range(saved_after), RANK, SIZE)
+    train_batches(step, range(saved_after))
     path = folder() / f"{kind}_{RANK}.ckpt"
     ms.save_checkpoint(step, str(path))
     saved = ms.load_checkpoint(str(path))
@@ -322,24 +296,18 @@ def test_checkpoints_hold_whole_parameters_and_go_on_with_another_number_of_shar
     for how, parameters in ways.items():
         for name, each in parameters.items():
             assert (each.asnumpy() == saved[name].asnumpy()).all(), (how, name)
-    train_batches(step, range(saved_after, 4), RANK, SIZE)
+    train_batches(step, range(saved_after, 4))
     close(weights_of(network), whole_batches("Adam", PAIRS))
     for name in ("data parallel", "two shards"):
         other, step = build_step(parallel=KINDS[name], accumulation_steps=2)
         assert ms.load_param_into_net(step, ms.load_checkpoint(str(path))) == ([], [])
-        train_batches(step, range(saved_after, 4), RANK, SIZE)
+        train_batches(step, range(saved_after, 4))
         close(weights_of(other), weights_of(network), 2e-6, 2e-7)
-
-
-# What is told.
 
 
 @on_ranks(2)
 def test_weights_that_differ_are_noticed_when_asked_for():
-    network = build_network()
-    loss_cell = nn.WithLossCell(network, nn.MSELoss())
-    kind = DataParallel(check_weights=True)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
+    network, step = build_step("SGD", parallel=DataParallel(check_weights=True))
     step(*own_share(0)), step(*own_share(0))
     if RANK:
         network[0].bias.set_data(network[0].bias + 1e-6)
@@ -348,20 +316,41 @@ def test_weights_that_differ_are_noticed_when_asked_for():
         step(*own_share(0))
 
 
+class SumOfRows(nn.Cell):
+    """Looks rows of a table up; the loss is the mean of their products with the second input."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingLookup(4, 2, Tensor(np.arange(8, dtype=np.float32).reshape(4, 2)), target="CPU")
+
+    def construct(self, ids, factors):
+        return (self.rows(ids).sum(1) * factors).mean()
+
+
+# Row 3 is never read.
+IDS, FACTORS = np.array([0, 1, 1, 2, 0, 1, 2, 2, 1, 1, 0, 2], np.int32), np.arange(12, dtype=np.float32)
+
+
+def train_lookup(kind):
+    cell = SumOfRows()
+    step = TrainOneStepCell(GradAccumulation(cell, 2), momentum(cell, 0.1), compile=True, parallel=KINDS[kind])
+    step(*map(Tensor, share([IDS, FACTORS], RANK, SIZE)))
+    return cell.rows.embedding_table.asnumpy()
+
+
 @on_ranks(2, cases=["data parallel", "all shards"], compiled=True)
 def test_sparse_gradients_are_those_of_one_process(name):
     with compiling("the network"):
-        found = train_lookup(RANK, SIZE, parallel=KINDS[name])
-    # By hand: ids and factors as in the scenario, mean over 12 rows, learning rate 0.1.
-    sums = np.array([0 + 4 + 10, 1 + 2 + 5 + 8 + 9, 3 + 6 + 7 + 11, 0])
-    by_hand = np.arange(8).reshape(4, 2) - 0.1 * sums[:, None] / 12
-    np.testing.assert_allclose(found, by_hand.ravel(), rtol=1e-6)
+        found = train_lookup(name)
+    # The mean over 12 rows, and the learning rate.
+    sums = np.bincount(IDS, FACTORS, 4)
+    np.testing.assert_allclose(found, np.arange(8).reshape(4, 2) - 0.1 * sums[:, None] / 12, rtol=1e-6)
 
 
 @on_ranks(2)
 def test_what_cannot_be_shared_is_refused_or_told():
     with refuses(ValueError, "'network'", "a sparse lookup in EmbeddingLookup"):
-        train_lookup(RANK, SIZE, parallel=KINDS["all shards, level2"])
+        train_lookup("all shards, level2")
     with told("'level3' behaves like 'level2' here") as said:
         build_step(parallel=HSDP(-1, 0, "level3"))
     assert len(said) == 1
@@ -375,7 +364,7 @@ def test_processes_that_start_differently_take_the_weights_of_rank_0():
         network[0].weight.set_data(Tensor(np.full(network[0].weight.shape, 7.0, np.float32)))
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9 - 0.1 * RANK)
     with told("the ranks started with different parameters or buffers") as said:
-        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+        TrainOneStepCell(mse(network), optimizer)
     assert fingerprint(network) == fingerprint(build_network()) and len(said) == 1
     assert optimizer.momentum.asnumpy() == np.float32(0.9)
 
@@ -384,10 +373,10 @@ def test_processes_that_start_differently_take_the_weights_of_rank_0():
 def test_a_process_that_runs_out_of_data_joins_the_others(name, last_window, updates):
     """Rank 0 has three batches of two rows, the others two."""
     network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    optimizer = momentum(network, 0.1)
     settings = {"accumulation_steps": 2, "last_window": last_window}
     model = Model(network, nn.MSELoss(), optimizer, **settings, parallel=KINDS[name])
-    model.train(2, NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2))
+    model.train(2, own_data())
     assert_same(weights_of(network))
     assert optimizer.global_step.asnumpy() == [updates]
     assert TrainingPlan(dataset_size=12, batch_size=2, ranks=2, epochs=2, **settings).updates == updates

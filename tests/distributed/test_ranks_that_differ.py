@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -11,24 +12,13 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import momentum, mse, sgd
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
 from mindspore.train import OnRequestExit
-from ranks import RANK, assert_same, everyone, on_ranks, own_share, told
+from ranks import RANK, assert_same, everyone, folder, on_ranks, own_data, own_share, told
 from refusal import refuses
-from scenarios import (
-    APART,
-    KINDS,
-    batch,
-    build_network,
-    build_step,
-    joined,
-    share,
-    stock_weights,
-    uneven_data,
-    weights_of,
-)
+from scenarios import APART, KINDS, batch, build_network, build_step, close, joined, share, stock_weights, weights_of
 
 from ms_gradaccum import (
     EMA,
@@ -44,42 +34,21 @@ from ms_gradaccum import (
 )
 from ms_gradaccum.parallel import world
 
-PART, SIZES = "test_ranks_that_differ", (2,)
-
 
 def step_with(optimizer, network, loss=None, batch_axis=0, **settings):
     loss_cell = GradAccumulation(nn.WithLossCell(network, loss or nn.MSELoss()), 2, batch_axis=batch_axis)
     return TrainOneStepCell(loss_cell, optimizer, **settings)
 
 
-def sgd(network):
-    return nn.SGD(network.trainable_params(), 0.1)
-
-
-def with_optimizer(make):
-    return lambda network: step_with(make(network.trainable_params()), network)
-
-
-def with_settings(**settings):
-    return lambda network: step_with(sgd(network), network, **{name: pair[RANK] for name, pair in settings.items()})
-
-
-def trained_by_model(epochs=1, callbacks=(), **settings):
-    def train(network):
-        model = Model(network, nn.MSELoss(), sgd(network), **settings)
-        data = NumpySlicesDataset(tuple(uneven_data(1)), shuffle=False).batch(2)
-        model.train(epochs, data, callbacks=[*callbacks])
-
-    return train
+def train_model(network, epochs=1, callbacks=(), **settings):
+    model = Model(network, nn.MSELoss(), sgd(network), **settings)
+    model.train(epochs, own_data(), callbacks=[*callbacks])
+    return model.train_network.events
 
 
 def in_another_mode(network):
     ms.set_context(mode=(ms.GRAPH_MODE, ms.PYNATIVE_MODE)[RANK])
     step_with(sgd(network), network)
-
-
-def another_cell(network):
-    (TrainOneStepCell, Accumulator)[RANK](nn.WithLossCell(network, nn.MSELoss()), sgd(network))
 
 
 def cast_on_one_rank(network):
@@ -94,43 +63,46 @@ def half_frozen(network):
     step_with(optimizer, network)
 
 
-def states_on_one_rank(network):
-    with TemporaryDirectory() as folder:
-        own = [StateCheckpoint(folder, save_checkpoint_steps=1)]
-        trained_by_model(callbacks=own if RANK else [])(network)
-
-
 # Everything that makes ranks train different weights, or wait for each other, if they are told it unlike: what is
 # built, the name of the setting, and its value on each rank.
 DISAGREEMENTS = {
     "decay": (
-        with_optimizer(lambda weights: nn.Momentum(weights, 0.1, 0.9, weight_decay=0.1 * RANK)),
+        lambda net: step_with(nn.Momentum(net.trainable_params(), 0.1, 0.9, weight_decay=0.1 * RANK), net),
         "'optimizer.weight_decay', but got 0.0 on rank 0 and 0.1",
     ),
     "class": (
-        with_optimizer(lambda weights: nn.Adam(weights, 0.1) if RANK else nn.Momentum(weights, 0.1, 0.9)),
+        lambda net: step_with((nn.Momentum, nn.Adam)[RANK](net.trainable_params(), 0.1, 0.9), net),
         "'optimizer', but got Momentum on rank 0 and Adam",
     ),
     "mode": (in_another_mode, "'mode', but got GRAPH_MODE on rank 0 and PYNATIVE_MODE"),
     "loss": (
-        with_settings(loss=(nn.MSELoss(), nn.L1Loss())),
+        lambda net: step_with(sgd(net), net, (nn.MSELoss(), nn.L1Loss())[RANK]),
         "'network.network._loss_fn', but got MSELoss on rank 0 and L1Loss",
     ),
-    "axis": (with_settings(batch_axis=(0, 1)), "'batch_axis', but got 0 on rank 0 and 1"),
-    "compile": (with_settings(compile=(None, True)), "'compile', but got False on rank 0 and True"),
-    "cell": (another_cell, "'the training cell', but got TrainOneStepCell on rank 0 and Accumulator"),
+    "axis": (lambda net: step_with(sgd(net), net, batch_axis=RANK), "'batch_axis', but got 0 on rank 0 and 1"),
+    "compile": (
+        lambda net: step_with(sgd(net), net, compile=(None, True)[RANK]),
+        "'compile', but got False on rank 0 and True",
+    ),
+    "cell": (
+        lambda net: (TrainOneStepCell, Accumulator)[RANK](mse(net), sgd(net)),
+        "'the training cell', but got TrainOneStepCell on rank 0 and Accumulator",
+    ),
     "layers": (
         lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + RANK))),
         "'parameter 1.weight', but got (3, 3) of Float32 on rank 0 and (4, 3) of Float32",
     ),
     "frozen": (half_frozen, "'parameter 0.weight', but got (8, 6) of Float32 on rank 0 and (8, 6) of Float32, frozen"),
-    "states": (states_on_one_rank, "'callbacks', but got [] on rank 0 and ['StateCheckpoint(save_checkpoint_steps=1, "),
+    "states": (
+        lambda net: train_model(net, callbacks=[StateCheckpoint(folder(), save_checkpoint_steps=1)] * RANK),
+        "'callbacks', but got [] on rank 0 and ['StateCheckpoint(save_checkpoint_steps=1, ",
+    ),
     "cast": (cast_on_one_rank, "'network.network._backbone.2.to_float', but got None on rank 0 and fp16"),
     "last_window": (
-        lambda net: trained_by_model(last_window=("apply", "drop")[RANK])(net),
+        lambda net: train_model(net, last_window=("apply", "drop")[RANK]),
         "'last_window', but got apply on rank 0 and drop",
     ),
-    "epoch": (lambda net: trained_by_model(1 + RANK)(net), "'epoch', but got 1 on rank 0 and 2"),
+    "epoch": (lambda net: train_model(net, 1 + RANK), "'epoch', but got 1 on rank 0 and 2"),
 }
 
 
@@ -234,9 +206,6 @@ def test_experts_that_only_one_rank_has_are_refused_on_all_ranks_and_keep_their_
     assert (network.expert.asnumpy() == before).all()
 
 
-# What ranks do when one of them fails alone.
-
-
 class Failure(Exception):
     """An error of one rank."""
 
@@ -245,23 +214,17 @@ class Fails:
     """Raises on rank 1 where an event of one batch has a name."""
 
     def __init__(self, batch, name, micro_batch=None):
-        self.batch, self.name, self.micro_batch = batch, name, micro_batch
+        self.where = batch, name, micro_batch
 
     def _fail(self, name, event):
-        if RANK and (event.batch, name, event.micro_batch) == (self.batch, self.name, self.micro_batch):
+        if RANK and (event.batch, name, event.micro_batch) == self.where:
             raise Failure
 
-    def on_micro_batch_begin(self, event):
-        self._fail("begin", event)
-
-    def on_micro_batch_end(self, event):
-        self._fail("end", event)
-
-    def on_update_begin(self, event):
-        self._fail("update", event)
+    on_micro_batch_begin = partialmethod(_fail, "begin")
+    on_micro_batch_end = partialmethod(_fail, "end")
+    on_update_begin = partialmethod(_fail, "update")
 
 
-DROPPED = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
 # The batch that fails, and where: windows have two batches of three micro batches.
 FAILURES = {
     "first micro batch": (1, "begin", 0),
@@ -269,17 +232,15 @@ FAILURES = {
     "last micro batch": (2, "end", 2),
     "update": (2, "update", None),
 }
-# Of a loop, before the backward pass and after it.
-BESIDE = {"before": (1, "before"), "after": (2, "after")}
-
-
-def close(weights, expected):
-    np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+BECOMES = {"before": "left out", "first micro batch": "left out", "given wrong": "left out last", "after": "whole"}
+# A batch without its labels; and of a loop, before the backward pass and after it.
+BESIDE = {"given wrong": 2, "before": 1, "after": 2}
 
 
 # By what becomes of the window: it has no rows of the failed batch, is dropped, or has all.
 WINDOWS = {
     "left out": [joined(share(batch(0), 0, 2), batch(1)), joined(batch(2), batch(3))],
+    "left out last": [joined(batch(0), share(batch(1), 0, 2)), joined(batch(2), batch(3))],
     "dropped": [joined(batch(2), batch(3))],
     "whole": [joined(batch(0), batch(1)), joined(batch(2), batch(3))],
 }
@@ -289,37 +250,37 @@ WINDOWS = {
     2,
     cases=[
         *(("step", kind, "mid-batch") for kind in KINDS),
-        *itertools.product(["step"], APART, FAILURES),
+        *itertools.product(["step"], APART, [*FAILURES, "given wrong"]),
         *itertools.product(["loop"], APART, ["before", "mid-batch", "after"]),
     ],
 )
 def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face, kind, failure):
     """Or it goes on without that batch, if nothing of it was added, and with it, if all was."""
     network = build_network()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    optimizer = momentum(network, 0.1)
+    loss_cell = GradAccumulation(mse(network), 3)
     settings = {"accumulation_steps": 2, "parallel": KINDS[kind], "check_loss": kind == "data parallel"}
     step = (TrainOneStepCell if face == "step" else Accumulator)(loss_cell, optimizer, **settings)
     step.add_callback(Fails(*FAILURES.get(failure, (0, ""))))
-    failing, where = BESIDE.get(failure, (0, ""))
     errors, ended = 0, []
     with told("ranks") as said:
         for number in range(4):
-            fails = RANK and number + 1 == failing
+            fails = failure if RANK and number + 1 == BESIDE.get(failure) else ""
             try:
                 if face == "step":
-                    ended.append(step(*own_share(number)).ends_window)
+                    inputs = own_share(number)[: 1 if fails else 2]
+                    ended.append(step(*inputs).ends_window)
                     continue
                 with step.accumulate():
-                    if fails and where == "before":
+                    if fails == "before":
                         raise Failure
                     step.backward(*own_share(number))
-                    if fails and where == "after":
+                    if fails == "after":
                         raise Failure
                     step.step()
-            except Failure:
+            except (Failure, TypeError):
                 errors += 1
-    becomes = {"before": "left out", "first micro batch": "left out", "after": "whole"}.get(failure, "dropped")
+    becomes = BECOMES.get(failure, "dropped")
     assert errors == RANK
     assert (step.events.updates, step.events.skipped_updates) == ((1, 1) if becomes == "dropped" else (2, 0))
     expected = {name: stock_weights("Momentum", windows) for name, windows in WINDOWS.items()}
@@ -328,26 +289,10 @@ def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(face
     if becomes != "dropped":
         assert said == []
         return
-    assert any(DROPPED in text for text in said)
+    sentence = "a batch failed on one of the ranks, so all ranks discard this window. See the log of that rank."
+    assert any(sentence in text for text in said)
     # The rank that has raised the error has no report of that batch.
     assert face == "loop" or ended in ([False, True, False, True], [True, False, True], [False, False, True])
-
-
-@on_ranks(2)
-def test_a_batch_that_was_given_wrong_is_left_out():
-    """Rank 1 hands over a batch without its labels: nothing of it was added, and the window is that of the rest."""
-    network, step = build_step("Momentum", accumulation_steps=2, check_loss=True)
-    step(*own_share(0))
-    errors = 0
-    try:
-        step(*own_share(1)[: 1 if RANK else 2])
-    except TypeError:
-        errors += 1
-    assert (errors, step.events.updates, step.events.skipped_updates) == (RANK, 1, 0)
-    close(weights_of(network), stock_weights("Momentum", [joined(batch(0), share(batch(1), 0, 2))]))
-
-
-# What ranks are told of their data and their gradients.
 
 
 @on_ranks(2, cases=[("same", 1), ("joined", 1), ("sunk", 1), ("other", 0), ("none", 0)])
@@ -415,10 +360,6 @@ def assign_rate(network, optimizer):
     ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32))
 
 
-def keep(network, optimizer):
-    """Change nothing."""
-
-
 OPTIMIZERS = {
     "one": lambda parameters: experimental.SGD(parameters, 0.1),
     "momentum": lambda parameters: experimental.SGD(parameters, 0.1, momentum=0.9 - 0.1 * RANK),
@@ -434,9 +375,9 @@ CHANGES = {
     "loaded last": (4, load_last_layer, "parameters", 1),
     "rate": (2, assign_rate, "learning rate", 2),
     # Numbers that no rank has compared before: they show in the parameters.
-    "momentum": (-1, keep, "parameters", 2, "auto", TrainOneStepCell, "momentum"),
-    "schedule": (-1, keep, "parameters", 2, "auto", TrainOneStepCell, "schedule"),
-    "alike": (0, keep, "parameters", 0, HSDP(threshold=0)),
+    "momentum": (None, None, "parameters", 2, "auto", TrainOneStepCell, "momentum"),
+    "schedule": (None, None, "parameters", 2, "auto", TrainOneStepCell, "schedule"),
+    "alike": (None, None, "parameters", 0, HSDP(threshold=0)),
 }
 
 
@@ -446,7 +387,7 @@ def test_ranks_that_train_apart_end_in_one_sentence(
 ):
     network, errors = build_network(), []
     optimizer = OPTIMIZERS[optimizer](network.trainable_params())
-    step = build(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), optimizer, parallel=parallel)
+    step = build(GradAccumulation(mse(network), 2), optimizer, parallel=parallel)
 
     def train(inputs):
         if build is TrainOneStepCell:
@@ -474,7 +415,7 @@ def test_ranks_that_train_apart_end_in_one_sentence(
 @on_ranks(2)
 def test_of_two_networks_in_a_loop_one_that_has_parted_is_an_error_on_all():
     """Rank 1 has other weights, and its data end early."""
-    losses = [nn.WithLossCell(build_network(), nn.MSELoss()) for _ in range(2)]
+    losses = [mse(build_network()) for _ in range(2)]
     accumulator = Accumulator(losses, [nn.SGD(loss.trainable_params(), 0.1) for loss in losses], 2)
     if RANK:
         load_last_layer(losses[0].backbone_network, None)
@@ -512,8 +453,8 @@ def test_gradients_that_were_reduced_before_are_told_once(is_own, mean, scale=1.
     """Two windows of gradients of the caller, who may have reduced them."""
     network = build_network()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, parallel=parallel)
-    forward = nn.WithLossCell(network, nn.MSELoss())
+    accumulator = Accumulator(mse(network), optimizer, parallel=parallel)
+    forward = mse(network)
     with told("ranks") as said:
         for _ in range(2):
             inputs = [Tensor(array[: 3 + RANK]) for array in batch(RANK)]
@@ -540,16 +481,12 @@ def all_reduced(grad):
     return ALL_REDUCE(grad) / 2
 
 
-def doubled(grad):
-    return grad * 2
-
-
 ALL_REDUCE = ops.AllReduce()
 # Two steps are built.
 REDUCED = {
     "optimizer": (ReducingSGD, None, ["the optimizer calls AllReduce"] * 2),
     "hook": (nn.SGD, all_reduced, ["the hook of a parameter calls AllReduce"]),
-    "nothing": (nn.SGD, doubled, []),
+    "nothing": (nn.SGD, lambda grad: grad * 2, []),
 }
 
 
@@ -562,19 +499,14 @@ def test_optimizers_and_hooks_that_add_up_over_the_ranks_are_named(kind, hook, p
         network[0].weight.register_hook(hook)
     with told("ranks") as said:
         for _ in range(2):
-            accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+            accumulator = Accumulator(mse(network), optimizer)
             accumulator.prepare(optimizer)
         accumulator.backward(*own_share(0))
         optimizer.step()
     assert len(said) == len(parts) and all(part in text for part, text in zip(parts, said))
 
 
-# Ends of a training, and messages.
-
-
 class Stops(ms.Callback):
-    """Stops rank 1 alone, after its first pass."""
-
     def on_train_epoch_end(self, run_context):
         if RANK:
             run_context.request_stop()
@@ -583,13 +515,11 @@ class Stops(ms.Callback):
 @on_ranks(2)
 def test_all_ranks_stop_after_the_pass_after_which_one_stops():
     network = build_network()
-    model = Model(network, nn.MSELoss(), sgd(network))
-    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
     with told("only ranks [1] have called request_stop()") as said:
-        model.train(3, data, callbacks=[Stops()], dataset_sink_mode=False)
-    batches = max(everyone(-(-len(uneven_data(RANK)[0]) // 2)))
+        events = train_model(network, epochs=3, callbacks=[Stops()])
     assert_same(weights_of(network))
-    assert len(said) == 1 and model.train_network.events.updates == batches
+    # Rank 0 has three batches, of which the last is a window of its own.
+    assert len(said) == 1 and events.updates == 3
 
 
 class AsksForExit(ms.Callback):
@@ -609,15 +539,13 @@ class AsksForExit(ms.Callback):
 def test_ranks_that_are_asked_to_exit_do_so_in_the_step_in_which_all_are():
     """Three passes of three steps, in the last of which only rank 0 has a batch."""
     handler = signal.getsignal(signal.SIGTERM)
-    with mock.patch.dict(os.environ, MS_ENABLE_GRACEFUL_EXIT="1"), TemporaryDirectory() as folder:
-        network, path = build_network(), f"{folder}/exit.json"
-        model = Model(network, nn.MSELoss(), sgd(network))
-        asks, exits = AsksForExit(path), OnRequestExit(False, False, config_file=path)
-        data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
-        model.train(3, data, callbacks=[asks, exits])
+    with mock.patch.dict(os.environ, MS_ENABLE_GRACEFUL_EXIT="1"), TemporaryDirectory() as place:
+        network, path = build_network(), f"{place}/exit.json"
+        asks = AsksForExit(path)
+        events = train_model(network, epochs=3, callbacks=[asks, OnRequestExit(False, False, config_file=path)])
     signal.signal(signal.SIGTERM, handler)
     assert_same(weights_of(network))
-    assert (asks.steps, model.train_network.events.updates) == (5, 5)
+    assert (asks.steps, events.updates) == (5, 5)
 
 
 @on_ranks(2, cases=[("data parallel", " for the parameter '0.weight': this window makes no update"), ("level2", "")])
@@ -637,11 +565,11 @@ def test_a_skipped_window_names_the_parameter_once_on_all_ranks(kind, place):
 @on_ranks(2, cases=APART)
 def test_ranks_that_are_one_message_apart_get_one_sentence_and_can_go_on(kind):
     """Each call against the next one; then the ranks do the same again."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as place:
         _, step = build_step("Momentum", accumulation_steps=2, parallel=KINDS[kind])
         calls = {
-            "saves a state": lambda: save_state(step, folder),
-            "loads a state": lambda: load_state(step, folder),
+            "saves a state": lambda: save_state(step, place),
+            "loads a state": lambda: load_state(step, place),
             "flushes its window": step.flush,
             "builds a training step": build_step,
         }

@@ -10,12 +10,13 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 from described_messages import described, sizes_sent
+from linear_toy import mse, sgd
 from mindspore import Tensor, nn
 from open_window import reducer_of
 from ranks import RANK, SIZE, assert_same, on_ranks, own_share, states
 from reducing_network import Scheduler, build_layers, gradients, reduce_itself, whole_weights
 from refusal import refuses
-from scenarios import OPTIMIZERS, batch, joined, norm_of, weights_of
+from scenarios import OPTIMIZERS, batch, close, joined, scaled_by, train_clipped, weights_of
 
 from ms_gradaccum import (
     EMA,
@@ -30,9 +31,6 @@ from ms_gradaccum import (
 )
 from ms_gradaccum.parallel import reduced
 
-PART, SIZES = "test_reduced_gradients", (2, 4)
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
 
 def adam(network):
     return OPTIMIZERS["Adam"](network.trainable_params())
@@ -46,13 +44,9 @@ def options_of(level, accumulates):
 PLAIN = options_of(1, False)
 
 
-def with_loss(network):
-    return nn.WithLossCell(network, nn.MSELoss())
-
-
 def build(steps, clip=None, parallel="auto", **options):
     network = reduce_itself(build_layers(), **options)
-    return network, Accumulator(with_loss(network), adam(network), steps, clip=clip, parallel=parallel)
+    return network, Accumulator(mse(network), adam(network), steps, clip=clip, parallel=parallel)
 
 
 def train(network, accumulator, steps, windows=2, first=0, evaluates=False):
@@ -72,21 +66,16 @@ def train(network, accumulator, steps, windows=2, first=0, evaluates=False):
 def whole(steps, limit=np.inf, windows=2):
     """MindSpore's optimizer on the gradient of all rows of each window: weights, last loss, norm and weight."""
     network = build_layers()
-    optimizer = adam(network)
-    grad_fn = ms.value_and_grad(with_loss(network), None, network.trainable_params())
-    for window in range(windows):
-        rows = joined(*(batch(number) for number in range(window * steps, (window + 1) * steps)))
-        value, grads = grad_fn(*map(Tensor, rows))
-        norm = norm_of(grad.asnumpy() for grad in grads)
-        optimizer(tuple(grad * min(1.0, limit / norm) for grad in grads))
-    return weights_of(network), float(value.asnumpy()), norm, len(rows[0])
+    batches = [joined(*map(batch, range(i * steps, (i + 1) * steps))) for i in range(windows)]
+    clip = scaled_by(lambda norm: min(1.0, limit / norm))
+    loss, norm, _ = train_clipped(mse(network), adam(network), batches, clip)[-1]
+    return weights_of(network), loss, norm, len(batches[-1][0])
 
 
 def check(network, output, expected):
-    """Compare weights, loss, norm and weight, which all ranks have alike."""
     weights, numbers = whole_weights(network), [float(each.asnumpy()) for each in (output.loss, output.grad_norm)]
     assert_same([weights, numbers])
-    np.testing.assert_allclose(weights, expected[0], **CLOSE)
+    close(weights, expected[0])
     np.testing.assert_allclose([*numbers, float(output.weight)], expected[1:], rtol=2e-5)
 
 
@@ -141,7 +130,7 @@ def test_a_mean_over_ranks_and_a_scale_of_the_network_are_undone(name):
         # Nobody knows the mean but the caller.
         parallel = Reduced(mean=True)
         del network.hsdp_scheduler
-    loss_cell = GradAccumulation(with_loss(network), 1)
+    loss_cell = GradAccumulation(mse(network), 1)
     step = TrainOneStepCell(loss_cell, adam(network), accumulation_steps=2, parallel=parallel)
     for number in range(4):
         output = step(*own_share(number))
@@ -180,7 +169,7 @@ def test_each_rank_goes_on_with_its_shards(level, accumulates):
     train(again, accumulator, 1, 4 - batches, first=batches)
     straight = whole_weights(network)
     assert straight == whole_weights(again)
-    np.testing.assert_allclose(straight, whole(2)[0], **CLOSE)
+    close(straight, whole(2)[0])
 
 
 @on_ranks(4)
@@ -203,7 +192,7 @@ def test_averages_are_those_of_the_shards_although_an_evaluation_makes_whole_par
         expected = 0.75 * expected + 0.25 * np.array(whole_weights(network))
     with ema.swapped():
         averages = whole_weights(network)
-    np.testing.assert_allclose(averages, expected, **CLOSE)
+    close(averages, expected)
     assert not np.allclose(averages, whole(1)[0], atol=1e-4)
 
 
@@ -220,25 +209,24 @@ def test_what_cannot_be_right_is_refused_when_it_is_built():
         build(2, parallel=Reduced(mean=True), **PLAIN)
     cell = nn.SequentialCell(reduce_itself(build_layers(), **PLAIN), nn.Dense(3, 2))
     with refuses(ValueError, "but got '1.weight' without a hook for it. Give the whole network to hsdp()."):
-        Accumulator(cell, nn.SGD(cell.trainable_params(), 0.1))
+        Accumulator(cell, sgd(cell, 0.1))
     network = build_layers()
     optimizer = adam(network)
     reduce_itself(network, 1, 2)
     state = "but got the state 'moment1.0.weight' of shape (8, 6). Build it"
     with refuses(ValueError, "must be built from the network's shards", state):
-        Accumulator(with_loss(network), optimizer)
+        Accumulator(mse(network), optimizer)
     network = reduce_itself(build_layers(), **PLAIN)
-    for sentence, settings in (
-        ("the argument 'bad_micro_batch' must be 'skip_window'", {"bad_micro_batch": "drop"}),
-        ("the argument 'mixed_precision' must be None or a loss scale", {"mixed_precision": "fp16"}),
-        ("the argument 'compile' must be None", {"compile": True}),
-    ):
-        with refuses(ValueError, f"{sentence} for a network that reduces"):
-            TrainOneStepCell(with_loss(network), adam(network), **settings)
+    with refuses(ValueError, "the argument 'bad_micro_batch' must be 'skip_window' for a network that reduces"):
+        TrainOneStepCell(mse(network), adam(network), bad_micro_batch="drop")
+    with refuses(ValueError, "the argument 'mixed_precision' must be None or a loss scale for a network that reduces"):
+        TrainOneStepCell(mse(network), adam(network), mixed_precision="fp16")
+    with refuses(ValueError, "the argument 'compile' must be None for a network that reduces"):
+        TrainOneStepCell(mse(network), adam(network), compile=True)
     network = build_layers()
     network.hsdp_scheduler = mock.Mock(spec=["set_requires_grad_sync"])
     with refuses((TypeError, ValueError), "must come from hsdp(), but got a Mock"):
-        Accumulator(network, nn.SGD(network.trainable_params(), 0.1))
+        Accumulator(network, sgd(network, 0.1))
     ms.set_context(mode=ms.GRAPH_MODE)
     with mock.patch.dict(os.environ, MS_JIT="1"), refuses(ValueError, "but got a graph, which calls no hooks."):
         build(2, **PLAIN)
@@ -253,7 +241,7 @@ def test_what_cannot_be_right_is_refused_when_it_is_built():
 @on_ranks(2, 4, cases=[1, 2])
 def test_a_network_that_reduces_afterwards_is_refused(shard_size):
     network = build_layers()
-    accumulator = Accumulator(with_loss(network), adam(network))
+    accumulator = Accumulator(mse(network), adam(network))
     grads = gradients(network, nn.MSELoss(), *own_share(0))[1]
     reduce_itself(network, 1, shard_size)
     with refuses((ValueError, RuntimeError), LATE):
@@ -287,7 +275,7 @@ def test_what_a_network_that_waits_must_know_beforehand_is_refused():
 def test_ranks_with_other_numbers_of_micro_batches_are_refused():
     x, y = own_share(0)
     network, _ = build(1, **PLAIN)
-    step = TrainOneStepCell(GradAccumulation(with_loss(network), 2), adam(network))
+    step = TrainOneStepCell(GradAccumulation(mse(network), 2), adam(network))
     rows = 1 if RANK == 0 else 2
     with refuses((ValueError, RuntimeError), UNEVEN):
         step(x[:rows], y[:rows])
@@ -303,6 +291,6 @@ def test_ranks_with_other_numbers_of_micro_batches_are_refused():
 @on_ranks(2, 4)
 def test_a_network_that_was_said_to_reduce_its_gradients_but_does_not_is_found():
     network = build_layers()
-    step = TrainOneStepCell(with_loss(network), adam(network), parallel=Reduced())
+    step = TrainOneStepCell(mse(network), adam(network), parallel=Reduced())
     with refuses(RuntimeError, "the ranks must have the same weights after an update, but ranks [1"):
         step(*own_share(0))

@@ -7,25 +7,12 @@ from io import StringIO
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.dataset import NumpySlicesDataset
 from open_window import buffer_of
-from ranks import RANK, assert_same, folder, on_ranks
-from scenarios import KINDS, build_network, fingerprint, uneven_data
+from ranks import RANK, assert_same, folder, on_ranks, own_data
+from scenarios import KINDS, build_network, fingerprint
+from step_probe import Listener
 
 from ms_gradaccum import MetricsLogger, Model, ProgressBar
-
-PART, SIZES = "test_report", (2,)
-
-
-class Updates(ms.train.Callback):
-    """Notes the number of each update that this rank is told of."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = []
-
-    def on_update_end(self, event):
-        self.numbers.append(event.updates)
 
 
 def train(kind, callbacks):
@@ -33,8 +20,7 @@ def train(kind, callbacks):
     network = build_network()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
     model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, parallel=kind)
-    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
-    model.train(1, data, callbacks=callbacks)
+    model.train(1, own_data(), callbacks=callbacks)
     # This rank's part, past the stand-ins that checkpoints see.
     kept = [*optimizer.moment1, *optimizer.moment2, *buffer_of(model.train_network).get_parameters()]
     return network, fingerprint(network), fingerprint(kept)
@@ -43,7 +29,7 @@ def train(kind, callbacks):
 @on_ranks(2, cases=["each batch", "level1"], compiled=True)
 def test_what_is_measured_changes_no_bit_and_rank_0_alone_writes(name):
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    kind, path, updates, printed, calls = KINDS[name], folder() / f"{name}.jsonl", Updates(), StringIO(), []
+    kind, path, updates, printed, calls = KINDS[name], folder() / f"{name}.jsonl", Listener(), StringIO(), []
     logger = MetricsLogger(path, lambda *args: calls.append(args), weight_norm=True)
     with redirect_stdout(printed):
         network, *observed = train(kind, [logger, updates, ProgressBar(live=False)])
@@ -51,7 +37,7 @@ def test_what_is_measured_changes_no_bit_and_rank_0_alone_writes(name):
     assert_same(observed[0])
     assert observed == plain
     # Of three batches on rank 0 and two on rank 1 the third is a window of its own: rank 0 ends it, and both are told.
-    assert updates.numbers == [1, 2]
+    assert updates.ends() == [(1, 0), (2, 0)]
     if RANK:
         assert printed.getvalue() == "" and calls == []
         return

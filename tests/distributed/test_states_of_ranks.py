@@ -1,37 +1,26 @@
 """States of several processes: nothing is lost where one of them fails, and their number may change."""
 
 import errno
-import json
 import os
 import signal
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import momentum, mse
 from mindspore import Tensor, nn, train
-from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 from open_window import buffer_of
-from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, states
+from ranks import RANK, SIZE, assert_same, everyone, folder, on_ranks, own_data, states, train_batches
 from refusal import refuses
-from safetensors.numpy import load_file
-from scenarios import (
-    KINDS,
-    build_network,
-    build_step,
-    fingerprint,
-    train_batches,
-    uneven_data,
-    weights_of,
-    whole_batches,
-)
+from scenarios import KINDS, build_network, build_step, fingerprint, weights_of, whole_batches
 
 from ms_gradaccum import EMA, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.parallel import factory
 
-PART, SIZES = "test_states_of_ranks", (2, 4)
 # Batches before the state is saved, in the middle of a window of two, and after it.
 FIRST, LAST = range(3), range(3, 6)
 WINDOWS = ((0, 1), (2, 3), (4, 5))
@@ -42,7 +31,6 @@ def new_step(name="data parallel"):
 
 
 def bits(step):
-    """A hash of all that this rank holds."""
     return fingerprint(
         [*step.network.get_parameters(), *step.optimizer.get_parameters(), *buffer_of(step).all_totals()]
     )
@@ -55,12 +43,12 @@ def check_weights(network):
 def go_on_bit_for_bit(name):
     """Save in mid-window, go on, and do the same from the state."""
     network, step = new_step(name)
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / f"{name} {SIZE}")
-    train_batches(step, LAST, RANK, SIZE)
-    fresh, its_step = new_step(name)
+    train_batches(step, LAST)
+    _, its_step = new_step(name)
     load_state(its_step, states() / f"{name} {SIZE}")
-    train_batches(its_step, LAST, RANK, SIZE)
+    train_batches(its_step, LAST)
     assert bits(step) == bits(its_step)
     check_weights(network)
 
@@ -73,7 +61,7 @@ test_four_go_on_bit_for_bit = on_ranks(4, cases=["data parallel"])(go_on_bit_for
 def test_twice_as_many_ranks_go_on(source, name):
     network, step = new_step(name)
     load_state(step, states() / f"{source} 2")
-    train_batches(step, LAST, RANK, SIZE)
+    train_batches(step, LAST)
     check_weights(network)
 
 
@@ -87,16 +75,6 @@ def test_one_process_goes_on(state, two, four, request, eager):
     check_weights(network)
 
 
-def test_the_manifest_holds_each_rank_and_its_window(two, request, eager):
-    state = request.getfixturevalue("states") / "data parallel 2" / "state-000001"
-    manifest = json.loads((state / "manifest.json").read_text())
-    assert [rank["windows"][0]["batches"] for rank in manifest["ranks"]] == [1, 1]
-    names = [f"{folder}parameters-00000.safetensors" for folder in ("", "rank_0/", "rank_1/")]
-    assert sorted(manifest["files"]) == names
-    weights = [load_file(state / name)["accu_grads.0.weight.window_weight"] for name in names[1:]]
-    assert [float(weight) for weight in weights] == [7.0, 5.0]
-
-
 @on_ranks(2)
 def test_what_a_rank_has_for_itself_stays_its_own():
     """The normalisation's statistics are of each rank's own rows."""
@@ -104,11 +82,11 @@ def test_what_a_rank_has_for_itself_stays_its_own():
     def build():
         network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3))
         ms.set_seed(1)
-        loss_cell = nn.WithLossCell(network, nn.MSELoss())
-        return network, TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9)).set_train()
+        loss_cell = mse(network)
+        return network, TrainOneStepCell(loss_cell, momentum(network, 0.1)).set_train()
 
     network, step = build()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / "statistics")
     fresh, its_step = build()
     load_state(its_step, states() / "statistics")
@@ -123,8 +101,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
     _, step = new_step(name)
     place = states() / f"full {name} {bad_rank}"
     save_state(step, place)
-    train_batches(step, FIRST, RANK, SIZE)
-    write, chunk, written = files._write, files.CHUNK, []
+    train_batches(step, FIRST)
+    write, written = files._write, []
 
     def fail(path, data):
         written.append(path)
@@ -132,13 +110,10 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 
-    files._write, files.CHUNK = fail, 1
     before = bits(step)
-    try:
+    with mock.patch.multiple(files, _write=fail, CHUNK=1):
         with refuses(OSError, "No space left on device", "Earlier states are intact."):
             save_state(step, place)
-    finally:
-        files._write, files.CHUNK = write, chunk
     left = sorted(path.name for path in place.iterdir() if path.name != files.LOCK)
     saved = save_state(step, place)
     # Rank 0 clears up, while the other one may look.
@@ -149,7 +124,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(name, bad_
 @on_ranks(2)
 def test_ranks_that_have_parted_save_nothing():
     network, step = new_step()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     if RANK == 1:
         network.trainable_params()[0].set_data(Tensor(network.trainable_params()[0].asnumpy() + 1e-7))
     with refuses(Exception, "different values of '0.weight'."):
@@ -160,16 +135,15 @@ def test_ranks_that_have_parted_save_nothing():
 
 @on_ranks(2)
 def test_a_damaged_file_of_one_rank_is_refused_by_all():
-    """One byte of one rank's sums is another one."""
     _, step = new_step()
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     saved = [save_state(step, states() / "damaged") for _ in range(2)][-1]
     if RANK == 0:
         path = saved.path / "rank_1" / "parameters-00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    train_batches(step, LAST, RANK, SIZE)  # Both wait for that, and have other numbers than the state.
+    train_batches(step, LAST)  # Both wait for that, and have other numbers than the state.
     before = bits(step), Contents(step).state_dict()
     checksum = "rank_1/parameters-00000.safetensors has another checksum"
     with refuses(Exception, checksum, "Give the folder of the state before it", "state-000001."):
@@ -187,10 +161,9 @@ def train_model(name, *callbacks):
     """Rank 0 has three batches in each pass, the other two; a callback changes the rate in each step."""
     network = build_network()
     model = Model(network, nn.MSELoss(), nn.Adam(network.trainable_params(), 0.01))
-    data = NumpySlicesDataset(tuple(uneven_data(RANK)), shuffle=False).batch(2)
     rate = train.LearningRateScheduler(lambda _, step: 0.001 * (1 + step % 7))
     checkpoint = StateCheckpoint(states() / name, save_checkpoint_steps=2, keep_checkpoint_max=9)
-    model.train(3, data, callbacks=[checkpoint, rate, *callbacks], resume=True)
+    model.train(3, own_data(), callbacks=[checkpoint, rate, *callbacks], resume=True)
     return fingerprint(network)
 
 
@@ -209,13 +182,9 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_window():
 
 @on_ranks(2)
 def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it():
-    factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
-    try:
-        network = build_network()
-        cell = AutoParallel(nn.WithLossCell(network, nn.MSELoss()))
-        step = TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
-    finally:
-        factory.is_semi_auto = is_semi_auto
+    network = build_network()
+    with mock.patch.object(factory, "is_semi_auto", lambda network: True):
+        step = TrainOneStepCell(AutoParallel(mse(network)), momentum(network, 0.1))
     mine = network.trainable_params()[0]
     values = mine.asnumpy() + RANK
     mine.set_data(Tensor(values))
@@ -228,9 +197,6 @@ def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_re
     assert found == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
     assert (mine.asnumpy() == values).all() and (by_mindspore[mine.name].asnumpy() == values).all()
     assert list(ms.load_param_into_net(build_network(), by_mindspore)[0]) == []
-
-
-# EMA: each rank has the averages of the whole weights, and another number of ranks goes on.
 
 
 def check_averages(ema, network):
@@ -248,9 +214,9 @@ def test_shards_are_averaged_as_whole_weights():
     network, step = new_step("level1")
     ema = EMA(0.5, warmup_updates=0)
     step.add_callback(ema)
-    train_batches(step, FIRST, RANK, SIZE)
+    train_batches(step, FIRST)
     save_state(step, states() / "averages")
-    train_batches(step, LAST, RANK, SIZE)
+    train_batches(step, LAST)
     trained = fingerprint(network)
     check_averages(ema, network)
     assert trained == fingerprint(network) and ema.updates == 3

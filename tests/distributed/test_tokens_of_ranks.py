@@ -1,16 +1,17 @@
 """Windows whose ranks have other numbers of tokens, rows or micro batches: means over all, as of one whole batch."""
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
-from ranks import RANK, assert_same, everyone, on_ranks, told
+from linear_toy import sgd
+from mindspore import Tensor, nn
+from ranks import RANK, assert_same, everyone, on_ranks
 from refusal import refuses
 from scenarios import KINDS
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
-PART, SIZES = "test_tokens_of_ranks", (2,)
 PADDING, CLASSES, RATE = -100, 4, 0.3
 # The tokens of each row, by rank and batch. A batch of rank 0 has none.
 TOKENS = [[[5, 1, 3], [0, 0, 0]], [[2, 4, 1], [5, 2, 3]]]
@@ -67,7 +68,7 @@ LOSSES = {
 def test_a_token_counts_the_same_on_whichever_rank_it_is(name, who_knows, of_first=(0, 1)):
     """Of the second batch the first rank has no token."""
     dense = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
-    optimizer = nn.SGD(dense.trainable_params(), RATE)
+    optimizer = sgd(dense, RATE)
     accumulator = Accumulator(LOSSES[who_knows](dense), optimizer, 2, parallel=KINDS[name])
     numbers = [of_first, (0, 1)]
     for number in numbers[RANK]:
@@ -93,62 +94,23 @@ def test_a_token_counts_the_same_on_whichever_rank_it_is(name, who_knows, of_fir
     assert (output.loss, output.updated, output.weight) == (0, False, 0)
 
 
-# The rows of each batch, by rank, for gradients that a loop gives.
-ROWS = [[3, 1], [2, 5]]
-
-
-def row_batch(rank, number):
-    """The rows of a batch, for the loss (weight * x - 2 * x)^2 with the weight 0, whose gradient is -4 x^2."""
-    begin = 1 + sum(ROWS[0]) * rank + sum(ROWS[rank][:number])
-    return np.arange(begin, begin + ROWS[rank][number], dtype=np.float32) / 10
-
-
-@on_ranks(2, cases=["dataset", "loop", "nobody"])
-def test_gradients_of_uneven_rows_count_by_their_rows_if_anybody_knows_these(who_knows):
-    weight = Parameter(Tensor([0.0]), "weight")
-    network = nn.Cell()
-    network.weight = weight
-    accumulator = Accumulator(network, nn.SGD([weight], 0.5), 2)
-    batches = [(row_batch(RANK, number),) for number in range(2)]
-    with told("need a weight") as said:
-        for (x,) in accumulator.prepare(batches) if who_knows == "dataset" else batches:
-            gradient = (2 * x * (x * weight.asnumpy() - 2 * x)).mean(keepdims=True)
-            accumulator((Tensor(gradient),), weight=len(x) if who_knows == "loop" else None)
-    if who_knows == "nobody":
-        assert len(said) == 1 and "all batches and ranks count alike" in said[0]
-        return
-    parts = [[-4 * np.square(row_batch(rank, number).astype(np.float64)) for number in range(2)] for rank in range(2)]
-    ranks = [np.concatenate(each) for each in parts]
-    expected = -0.5 * np.concatenate(ranks).mean()
-    np.testing.assert_allclose(weight.asnumpy(), [expected], rtol=1e-5)
-    assert said == []
-    # The known wrong answers: each rank counts alike, and each batch.
-    alike = [np.mean([each.mean() for each in ranks]), np.mean([part.mean() for each in parts for part in each])]
-    assert np.abs(-0.5 * np.array(alike) - expected).min() > 1e-2
-
-
 # Micro batches of so many tokens at most: 3 on rank 0 and 5 on rank 1.
-LIMIT, LONGEST = 48, 40
 LENGTHS = [[16, 9, 33, 20], [40, 33, 24, 17, 8, 2]]
 
 
 def long_batch(rank):
-    return rows_of(LENGTHS[rank], rank, LONGEST)
+    return rows_of(LENGTHS[rank], rank, 40)
 
 
 def build(network, kind, *args, **settings):
     accumulation = GradAccumulation(TokenMeanLoss(network), *args, **settings)
-    optimizer = nn.SGD(network.trainable_params(), RATE)
+    optimizer = sgd(network, RATE)
     return TrainOneStepCell(accumulation, optimizer, parallel=kind, check_loss=False)
-
-
-def labels_of(x, labels):
-    return labels != PADDING
 
 
 def limited_step(kind):
     network = nn.Dense(3, CLASSES, Tensor(START), has_bias=False)
-    return network, build(network, kind, micro_tokens=LIMIT, lengths=labels_of)
+    return network, build(network, kind, micro_tokens=48, lengths=lambda x, labels: labels != PADDING)
 
 
 def check_weights(weight):
@@ -175,10 +137,7 @@ def test_ranks_with_other_numbers_of_micro_batches_train_as_one_batch(kind):
 def test_a_row_that_is_too_long_on_one_rank_takes_no_other_rank_along(name):
     network, step = limited_step(KINDS[name])
     inputs = [Tensor(each) for each in rows_of([[5, 6], [60, 7]][RANK], RANK, [40, 60][RANK])]
-    if RANK:
-        with refuses(ValueError, "must be at least the length of each row"):
-            step(*inputs)
-    else:
+    with refuses(ValueError, "must be at least the length of each row") if RANK else nullcontext():
         step(*inputs)
     output = step(*[Tensor(each) for each in long_batch(RANK)])
     assert_same(network.weight.asnumpy().tolist())
@@ -205,10 +164,7 @@ def test_a_rank_that_runs_out_of_memory_splits_its_batch_for_itself(name):
     step = build(network, KINDS[name], "auto")
     inputs = [Tensor(each) for each in long_batch(RANK)]
     if name == "level2":
-        if RANK:
-            with refuses(RuntimeError, "Allocate output memory failed"):
-                step(*inputs)
-        else:
+        with refuses(RuntimeError, "Allocate output memory failed") if RANK else nullcontext():
             step(*inputs)
         assert_same(network.head.weight.asnumpy().tolist())
         assert step.network.micro_size == 1

@@ -2,6 +2,7 @@
 
 import mindspore as ms
 import numpy as np
+from linear_toy import sgd
 from mindspore import Tensor, nn, train
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.nn.utils import no_init_parameters
@@ -12,33 +13,23 @@ from scenarios import fingerprint, weights_of
 
 from ms_gradaccum import GradAccumulation, Model
 
-PART, SIZES = "test_tutorial", (2,)
 RANDOM = np.random.default_rng(0)
 # The tutorial gives all ranks the same images.
 IMAGES = RANDOM.normal(size=(16, 1, 8, 8)).astype(np.float32)
 LABELS = RANDOM.integers(0, 3, 16).astype(np.int32)
 
 
-class Network(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.flatten = nn.Flatten()
-        self.dense_relu_sequential = nn.SequentialCell(
-            nn.Dense(8 * 8, 512, weight_init="normal", bias_init="zeros"),
-            nn.ReLU(),
-            nn.Dense(512, 3, weight_init="normal", bias_init="zeros"),
-        )
-
-    def construct(self, x):
-        return self.dense_relu_sequential(self.flatten(x))
+def build_network():
+    first, last = [nn.Dense(*sizes, weight_init="normal", bias_init="zeros") for sizes in ((8 * 8, 512), (512, 3))]
+    return nn.SequentialCell(nn.Flatten(), first, nn.ReLU(), last)
 
 
 @on_ranks(2, compiled=True)
 def test_the_weights_move_and_end_equal_on_all_ranks():
     ms.set_seed(1)
     with no_init_parameters():
-        net = Network()
-        optimizer = nn.SGD(net.trainable_params(), 1e-2)
+        net = build_network()
+        optimizer = sgd(net, 1e-2)
     loss_fn = nn.CrossEntropyLoss()
     cell = AutoParallel(GradAccumulation(nn.WithLossCell(net, loss_fn), 4))
     cell.hsdp()
@@ -50,13 +41,16 @@ def test_the_weights_move_and_end_equal_on_all_ranks():
     # Each rank has half the optimizer's state of the big layer.
     shapes = {item.name: item.shape for item in optimizer.get_parameters()}
     for state in ("accum", "stat"):
-        names = [f"{state}.dense_relu_sequential.{layer}" for layer in ("0.weight", "2.weight", "2.bias")]
-        assert [shapes[name] for name in names] == [(256, 64), (3, 512), (3,)]
-    stock = Network()
+        assert [shapes[f"{state}.{layer}"] for layer in ("1.weight", "3.weight", "3.bias")] == [
+            (256, 64),
+            (3, 512),
+            (3,),
+        ]
+    stock = build_network()
     for weight, value in zip(stock.trainable_params(), start):
         weight.set_data(Tensor(value))
     begun = weights_of(stock)
-    step = nn.TrainOneStepCell(nn.WithLossCell(stock, loss_fn), nn.SGD(stock.trainable_params(), 1e-2)).set_train()
+    step = nn.TrainOneStepCell(nn.WithLossCell(stock, loss_fn), sgd(stock, 1e-2)).set_train()
     with eagerly():
         for _ in range(10):
             for rows in (slice(8), slice(8, 16)):

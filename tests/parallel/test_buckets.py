@@ -15,10 +15,6 @@ from ms_gradaccum.parallel.layout import Ranks, layout_of
 ONE = Ranks(1, 1, "CPU")
 
 
-def parameters_of(shapes):
-    return [Parameter(np.full(shape, i, np.float32), f"p{i}") for i, shape in enumerate(shapes)]
-
-
 class PutTogetherAndCut(nn.Cell):
     """Assign what is cut out of one message per bucket to parameters of the same sizes."""
 
@@ -33,20 +29,17 @@ class PutTogetherAndCut(nn.Cell):
         return done
 
 
-def message_of(bucket):
-    return Tensor(np.concatenate([item.asnumpy().reshape(1, -1) for item in bucket], axis=1))
-
-
 @pytest.mark.parametrize(
     "shapes",
     [[(2, 3), (6,), (4,), (3, 2), (4, 1), (5,)], [(4,)] * 5, [(1,), (2,), (3,)], [()]],
     ids=["mixed", "one size", "all sizes differ", "a scalar"],
 )
 def test_each_tensor_comes_back_to_its_place(shapes, mode):
-    sent, targets = parameters_of(shapes), [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
+    sent = [Parameter(np.full(shape, i, np.float32), f"p{i}") for i, shape in enumerate(shapes)]
+    targets = [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
     replicated = layout_of(None, sent, ONE, ()).replicated
-    messages = tuple(message_of(bucket) for bucket in in_buckets(sent, replicated))
-    PutTogetherAndCut(replicated, targets)(messages)
+    rows = [[item.asnumpy().reshape(1, -1) for item in bucket] for bucket in in_buckets(sent, replicated)]
+    PutTogetherAndCut(replicated, targets)(tuple(Tensor(np.concatenate(each, axis=1)) for each in rows))
     for item, target in zip(sent, targets):
         np.testing.assert_array_equal(target.asnumpy(), item.asnumpy())
 

@@ -1,8 +1,12 @@
-"""The settings of several processes, in one."""
+"""The settings of several processes, in one, and a network with hooks that reduce: there is nothing to send."""
+
+from types import SimpleNamespace
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
+from linear_toy import descend, line, mse, sgd, weight_of
+from loop_toy import FOUR
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import refuses, warns
 
@@ -107,6 +111,25 @@ def test_what_the_compiler_would_partition_is_refused_on_cpu(mode, build):
     ms.set_auto_parallel_context(parallel_mode=mode)
     try:
         with refuses(ValueError, "semi-auto-parallel mode"):
-            build(network, nn.SGD(network.trainable_params(), 0.1))
+            build(network, sgd(network, 0.1))
     finally:
         ms.reset_auto_parallel_context()
+
+
+def test_the_scale_of_a_network_that_reduces_its_gradients_is_undone_in_one_process(eager):
+    network = line()
+    network.weight.register_hook(lambda grad: grad * 0.125)
+    network.hsdp_scheduler = SimpleNamespace(
+        config=SimpleNamespace(grad_scale=0.125),
+        requires_acc_grad=False,
+        set_requires_grad_sync=lambda is_synced: None,
+        zero_grads=lambda: None,
+        hsdp_state=SimpleNamespace(shard=lambda: None),
+    )
+    accumulator = Accumulator(mse(network), sgd(network), 2)
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            output = accumulator.step()
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)), rel=1e-6)
+    assert output.weight == 4

@@ -14,11 +14,9 @@ CLASSES = "GradAccumulation TrainOneStepCell Model Accumulator AccumulationConfi
 CLASSES += "DataParallel HSDP Reduced StateCheckpoint ProgressBar MetricsLogger".split()
 # Arguments that only their text names: MindSpore's own, which have one value.
 OF_TEXT = {"TrainOneStepCell": {"sens", "return_grad", "network", "optimizer"}}
-OPTIONS = "Options of a training step"
 
 
 def rows_of(heading):
-    """The cells of the tables under a heading."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows]
@@ -29,7 +27,7 @@ def listed(name):
     defaults = {}
     headings = [heading for heading in re.findall("^## (.+)$", PAGE, re.M) if name in re.findall(r"\w+", heading)]
     if name in ("TrainOneStepCell", "Model", "Accumulator"):
-        headings.append(OPTIONS)
+        headings.append("Options of a training step")
     for heading in headings:
         for row in rows_of(heading):
             if row[0] in (f"`{name}`", "all"):

@@ -15,7 +15,6 @@ BLOCKS = [
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S), 1)
 ]
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 # Pages in Chinese have the code of their twins: test_chinese_pages.py.
@@ -30,7 +29,6 @@ def test_documented_code_runs(code, tmp_path, monkeypatch):
 
 
 def test_the_tolerances_are_those_of_the_tests():
-    """The tolerance in a row of the table stands in the file that the row names."""
     rows = re.findall(
         r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M
     )
@@ -46,7 +44,7 @@ def test_the_files_that_a_page_names_are_there(page):
 
 def links_of(text):
     """Targets of the links and pictures of a page, outside code."""
-    return _LINK.findall(_CODE.sub("", text))
+    return re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", text))
 
 
 def anchors_of(text):

@@ -11,12 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "README.md"
-DEVICES = ("CPU", "GPU", "Ascend")
 COLUMNS = [(dtype, mode) for dtype in ("float32", "float16", "bfloat16") for mode in ("PYNATIVE", "GRAPH")]
 
 
 def row_of(parallel, processes):
-    """The row that a cell belongs to."""
     kind = re.sub(r"HSDP (level\d)", r"HSDP, `\1`", parallel)
     return kind + (f", {processes} processes" if processes > 1 else "")
 
@@ -32,7 +30,6 @@ def in_words(outcomes):
 
 
 def rows_of(found):
-    """The rows of one machine."""
     rows = {}
     for cell in found["cells"]:
         # A state is also loaded in one process that several have saved; costs are only reported.
@@ -45,9 +42,8 @@ def rows_of(found):
 
 
 def table(files):
-    """The lines of the table."""
     rows = [["machine", "parallel", *map(", ".join, COLUMNS)], ["---"] * (2 + len(COLUMNS))]
-    for device in DEVICES:
+    for device in ("CPU", "GPU", "Ascend"):
         machines = [row for found in files if found["device"] == device for row in rows_of(found)]
         rows += machines or [[device, "all", *["not tried"] * len(COLUMNS)]]
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -2,12 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
-from structure import FILES, imported_files, name_of
-
-PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
+from package_files import FILES, PACKAGE, imported_files, name_of
 
 # A room imports only from itself and from those before it.
 ROOMS = ["_checks", "backend", "batch", "gradients", "parallel", "advice", "training"]

@@ -25,17 +25,13 @@ METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 PROGRAM = """
 import sys
 sys.modules["matplotlib"] = None
-
 from importlib.metadata import version
 from pathlib import Path
-
 import numpy as np
 from mindspore import Tensor, nn
-
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation, MetricsLogger, TrainOneStepCell
 from ms_gradaccum.__main__ import main
-
 network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
 x = Tensor(np.arange(1, 9, dtype=np.float32).reshape(8, 1))
 loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
@@ -94,39 +90,35 @@ def build(sources, folder, *kind, **environment):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("packages")
-
-
-@pytest.fixture(scope="module")
-def sources(folder):
+def sources(tmp_path_factory):
     """A copy of the sources, so that nothing is left in the checkout."""
+    sources = tmp_path_factory.mktemp("packages") / "sources"
     files = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", *PACKAGE_FILES]
     files = [ROOT / file for file in files] + [*ROOT.glob("tests/**/*.py")]
     for file in files:
-        copy = folder / "sources" / file.relative_to(ROOT)
+        copy = sources / file.relative_to(ROOT)
         if file.is_file():
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(file.read_bytes())
-    return folder / "sources"
+    return sources
 
 
 @pytest.fixture(scope="module")
-def wheel(sources, folder):
-    return build(sources, folder / "wheel", "--wheel")[".whl"]
+def wheel(sources):
+    return build(sources, sources.parent / "wheel", "--wheel")[".whl"]
 
 
 @pytest.fixture(scope="module")
-def archive(sources, folder):
+def archive(sources):
     """The source archive, and the wheel that comes of it: what `build` makes if not told otherwise."""
-    return build(sources, folder / "archive")
+    return build(sources, sources.parent / "archive")
 
 
 @pytest.fixture(scope="module")
-def site(archive, folder):
+def site(archive, sources):
     """The environment in which the wheel of the source archive is installed."""
-    site = folder / "site"
-    run("-m", "pip", "install", "--no-deps", "--quiet", "--target", site, archive[".whl"], cwd=folder)
+    site = sources.parent / "site"
+    run("-m", "pip", "install", "--no-deps", "--quiet", "--target", site, archive[".whl"], cwd=sources.parent)
     return site
 
 
@@ -160,9 +152,9 @@ def metadata_of(wheel):
     return email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
 
 
-def test_links_of_the_description_lead_to_the_published_files_of_the_version(sources, wheel, folder):
+def test_links_of_the_description_lead_to_the_published_files_of_the_version(sources, wheel):
     url = "https://host.invalid/owner/ms_gradaccum"
-    published = metadata_of(build(sources, folder / "published", "--wheel", MS_GRADACCUM_URL=url + "/")[".whl"])
+    published = metadata_of(build(sources, sources.parent / "published", "--wheel", MS_GRADACCUM_URL=url + "/")[".whl"])
     links = links_of((ROOT / "README.md").read_text())
     inside = [link for link in links if "://" not in link]
     kinds = [link.endswith(".png") for link in inside]
@@ -187,9 +179,9 @@ def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(
 
 
 @pytest.fixture(scope="module")
-def typed(site, folder):
+def typed(site):
     """A folder with a program of wrong and right uses and one of right uses alone, outside of the checkout."""
-    typed = folder / "typed"
+    typed = site.parent / "typed"
     typed.mkdir()
     (typed / "user.py").write_text(USER)
     shutil.copy(ROOT / "tests" / "project" / "typed_sample.py", typed)
@@ -200,7 +192,6 @@ def typed(site, folder):
 
 
 def wrong_lines():
-    """The numbers and the errors of the lines that are wrong."""
     lines = enumerate(USER.splitlines(), 1)
     return [(number, line.partition("  # ")[2]) for number, line in lines if "  # " in line]
 

@@ -8,25 +8,14 @@ import pytest
 from sample_process import SUBSET, find_data, processes_in, run_sample
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One pass over the subset, by two workers."""
-    folder = tmp_path_factory.mktemp("sample")
-    return folder, run_sample(folder, EPOCHS="1", DATA_PATH=str(SUBSET))
-
-
-def test_the_sample_succeeds_and_shows_rank_0(finished):
-    folder, result = finished
+def test_the_sample_trains_two_workers_and_shows_rank_0(tmp_path):
+    result = run_sample(tmp_path, EPOCHS="1", DATA_PATH=str(SUBSET))
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"Training on the data in DATA_PATH={SUBSET}." in result.stdout
     assert re.search(r"epoch 1/1: 94/94 .*, 94 updates, loss ", result.stdout)
     assert "[INFO]" not in result.stdout
-    assert processes_in(folder) == {}
-
-
-def test_the_log_tells_of_a_lower_loss_and_an_accuracy(finished):
-    folder, _ = finished
-    log = (folder / "log_output" / "worker_0.log").read_text()
+    assert processes_in(tmp_path) == {}
+    log = (tmp_path / "log_output" / "worker_0.log").read_text()
     loss = float(re.search(r"94/94 .* loss ([\d.]+),", log).group(1))
     accuracy = float(re.search(r"^Accuracy on the test images: ([\d.]+)%$", log, re.M).group(1))
     assert loss < np.log(10) - 0.02  # ln 10 is the loss of a guess; 2.259 when this was written
@@ -38,12 +27,6 @@ def test_a_wrong_data_path_is_told_at_once(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith(f"Error: No train images in {tmp_path}/nowhere: ")
     assert "Set DATA_PATH" in result.stderr and result.stderr.count("\n") == 1
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def lay_out(folder, usage, packed=False):
@@ -60,7 +43,8 @@ def lay_out(folder, usage, packed=False):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["raw", "gz"])
 @pytest.mark.parametrize("layout", ["flat", "train and test", "the train folder itself"])
-def test_every_layout_is_found(tmp_path, cache, layout, packed):
+def test_every_layout_is_found(tmp_path, monkeypatch, layout, packed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     for usage in ("train", "test"):
         lay_out(root if layout == "flat" else root / usage, usage, packed)
@@ -68,7 +52,7 @@ def test_every_layout_is_found(tmp_path, cache, layout, packed):
     train, test, which = find_data.find_data(given)
     assert which == f"the data in DATA_PATH={given}"
     for usage, folder, count in (("train", train, 3), ("test", test, 2)):
-        assert (folder.parent.parent == cache) == packed  # raw files are read where they are
+        assert (folder.parent.parent == tmp_path / "cache") == packed  # raw files are read where they are
         assert find_data.read_idx(folder / find_data.IMAGES[usage]).shape == (count, 28, 28)
         assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == list(range(count))
 

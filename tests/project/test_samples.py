@@ -70,29 +70,20 @@ def test_cached_micro_batches_train_like_the_whole_batch_and_plain_ones_do_not(t
 TOLERANCE = 2e-3
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The reports of 4 updates of two batches of 16 images in both precisions, by the name of the precision."""
-    folder = tmp_path_factory.mktemp("mixed_precision")
+def test_the_losses_in_float16_are_those_in_float32_and_are_compared_and_drawn(tmp_path):
+    """The reports of 4 updates of two batches of 16 images in both precisions."""
     small = ["--rows", "128", "--epochs", "1", "--layers", "1", "--batch-size", "16", "--accumulation-steps", "2"]
     for precision in ("fp32", "fp16"):
         arguments = ["--precision", precision, "--warmup", "2", "--metrics", f"{precision}.jsonl", *small]
-        printed = run_program("mixed_precision", *arguments, folder=folder, DATA_PATH=str(SUBSET))
+        printed = run_program("mixed_precision", *arguments, folder=tmp_path, DATA_PATH=str(SUBSET))
         assert printed[0] == f"Training in {precision} on the data in DATA_PATH={SUBSET}."
         assert any(": 8/8 " in line and ", 4 updates, " in line for line in printed)
-    return {precision: folder / f"{precision}.jsonl" for precision in ("fp32", "fp16")}
-
-
-def test_the_losses_in_float16_are_those_in_float32(runs):
-    full, half = ([report["loss"] for report in read_run(file)] for file in runs.values())
+    full, half = ([each["loss"] for each in read_run(tmp_path / f"{name}.jsonl")] for name in ("fp32", "fp16"))
     assert len(full) == len(half) == 4
     assert half == pytest.approx(full, abs=TOLERANCE) and half != full
     assert full[-1] < full[0]  # otherwise it trains nothing
-
-
-def test_the_accuracies_are_compared_and_drawn(runs, tmp_path):
     program = [sys.executable, SAMPLES / "mixed_precision" / "compare.py"]
-    result = subprocess.run([*program, runs["fp32"].parent, tmp_path / "plot.png"], capture_output=True, text=True)
+    result = subprocess.run([*program, tmp_path, tmp_path / "plot.png"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("fp32: 4 updates, 0 skipped, loss scale 1, last loss ")

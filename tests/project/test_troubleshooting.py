@@ -3,14 +3,15 @@
 Those that no other test provokes are provoked here.
 """
 
-import inspect
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import X, line, sgd
+from linear_toy import X, line, mse, sgd
 from messages import STRINGS
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
@@ -20,22 +21,15 @@ from ms_gradaccum import HSDP, Accumulator, GradAccumulation, Model, TrainOneSte
 from ms_gradaccum._checks import is_lost
 from ms_gradaccum.parallel import factory
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 # The first cells of those tables that quote what the program says.
-QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.M)
+QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
 SAID = "\n".join(text for _, text in STRINGS)
 LINES = Tensor(X), Tensor(2 * X)
-OWNER = "TrainOneStepCell"
 
 
-def step_of(network, optimizer=None):
-    return TrainOneStepCell(network, optimizer or sgd(network))
-
-
-class Complex(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([1j], ms.complex64), "weight")
+def built(network, optimizer=None, kind=TrainOneStepCell):
+    return kind(network, optimizer or sgd(network))
 
 
 class Plain(nn.Cell):
@@ -50,8 +44,6 @@ class Plain(nn.Cell):
 
 
 class OfFour(Plain):
-    """A network that takes four rows alone."""
-
     def construct(self, x, y):
         return self.cell(x, y) + 0 * x.reshape(4, 1).mean()
 
@@ -68,91 +60,62 @@ class Sending(Plain):
         return loss if self.is_alone else self.send(loss)
 
 
-class DistributedDataParallel(nn.Cell):
+class DistributedDataParallel(Plain):
     """Called as MindSpore's own, which needs several processes."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
 
 
 def complex_parameters():
-    step_of(Complex())
-
-
-def four_rows():
-    step_of(GradAccumulation(OfFour(), 2))(*LINES)
-
-
-def a_mask_as_long_as_the_batch():
-    step_of(GradAccumulation(Plain(), 8))(LINES[0], ops.ones((8, 8)))
-
-
-def a_dataset_that_is_batched_later():
     cell = loss_cell()
-    Accumulator(cell, sgd(cell)).prepare(NumpySlicesDataset(X)).batch(2)
-
-
-def mindspores_step_in_a_model():
-    cell = loss_cell()
-    Model(nn.TrainOneStepCell(cell, sgd(cell)), accumulation_steps=4)
-
-
-def mindspores_data_parallel():
-    step_of(DistributedDataParallel(loss_cell()))
-
-
-def groups_of_three():
-    factory.choose_kind(OWNER, HSDP(shard_size=3), 4)
+    cell.another = Parameter(Tensor([1j], ms.complex64), "another")
+    built(cell)
 
 
 def adam_of_mint():
     cell = loss_cell()
-    step_of(cell, mint.optim.Adam(cell.trainable_params()))(*LINES)
+    built(cell, mint.optim.Adam(cell.trainable_params()))(*LINES)
 
 
 def a_group_that_is_added_to_a_built_step():
     network = nn.SequentialCell(line(), nn.Dense(1, 1))
     optimizer = experimental.SGD(network[0].trainable_params(), 0.1)
-    step = step_of(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+    step = built(mse(network), optimizer)
     step(*LINES)
     optimizer.add_param_group({"params": network[1].trainable_params()})
     step(*LINES)
 
 
 def a_forward_pass_that_communicates():
-    step = step_of(GradAccumulation(Sending(), 2))
+    step = built(GradAccumulation(Sending(), 2))
     step.body.window.advisor.measurement.is_distributed = True
     step(*LINES)
 
 
-def no_init(monkeypatch):
-    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    monkeypatch.setenv("MS_WORKER_NUM", "2")
-    step_of(loss_cell())
+def no_init():
+    with mock.patch.dict(os.environ, MS_ROLE="MS_WORKER", MS_WORKER_NUM="2"):
+        built(loss_cell())
 
 
 def a_message_without_an_answer():
     error = RuntimeError("Launch kernel failed: Default/AllGather-op0")
-    is_lost(OWNER, error)
+    is_lost("TrainOneStepCell", error)
     raise error
 
 
 def a_network_of_distributed_tensors():
     network = line()
     network.weight.placements = ("Shard(0)",)
-    Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    built(mse(network), kind=Accumulator)
 
 
 # What provokes the sentence of the page that has these words.
 PROVOKED = {
     "optimizer of real": complex_parameters,
-    "network takes 4": four_rows,
-    "cut into single": a_mask_as_long_as_the_batch,
-    "complete before prepare()": a_dataset_that_is_batched_later,
-    "training cell TrainOneStepCell": mindspores_step_in_a_model,
-    "reduce its gradients": mindspores_data_parallel,
-    "argument 'shard_size'": groups_of_three,
+    "network takes 4": lambda: built(GradAccumulation(OfFour(), 2))(*LINES),
+    "cut into single": lambda: built(GradAccumulation(Plain(), 8))(LINES[0], ops.ones((8, 8))),
+    "complete before prepare()": lambda: built(loss_cell(), kind=Accumulator).prepare(NumpySlicesDataset(X)).batch(2),
+    "training cell TrainOneStepCell": lambda: Model(built(loss_cell(), kind=nn.TrainOneStepCell), accumulation_steps=4),
+    "reduce its gradients": lambda: built(DistributedDataParallel()),
+    "argument 'shard_size'": lambda: factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4),
     "Adam of mindspore.mint": adam_of_mint,
     "'optimizer' must keep": a_group_that_is_added_to_a_built_step,
     "measured: its forward": a_forward_pass_that_communicates,
@@ -163,12 +126,11 @@ PROVOKED = {
 
 
 @pytest.mark.parametrize("key", PROVOKED)
-def test_a_quoted_sentence_is_what_is_said(key, monkeypatch, eager):
+def test_a_quoted_sentence_is_what_is_said(key, eager):
     (quote,) = [quote for quote in QUOTES if key in quote]
-    provoke = PROVOKED[key]
     with all_warnings() as caught:
         try:
-            provoke(monkeypatch) if inspect.signature(provoke).parameters else provoke()
+            PROVOKED[key]()
             said = [str(warning.message) for warning in caught]
         except Exception as error:
             said = [str(error)]

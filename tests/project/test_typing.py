@@ -16,7 +16,6 @@ import ms_gradaccum
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.batch.split import BatchAxis
 
-ROOT = Path(__file__).parents[2]
 # The methods without a public name that programs call.
 SPECIAL = "__init__ __new__ __call__ __enter__ __exit__ __iter__ __len__ __getitem__ __float__ __format__ __array__"
 # Types that have themselves in them are known by name.
@@ -29,7 +28,7 @@ def modules_of_integrations(monkeypatch):
     kinds = types.SimpleNamespace(WRAPPER="wrapper")
     stand_in(monkeypatch, "mindformers.tools.register", MindFormerRegister=register, MindFormerModuleType=kinds)
     stand_in(monkeypatch, "mindformers.core.context.build_context", is_legacy_model=lambda: True)
-    files = (ROOT / "ms_gradaccum" / "integrations").glob("[a-z]*.py")
+    files = (Path(ms_gradaccum.__file__).parent / "integrations").glob("[a-z]*.py")
     names = sorted(f"ms_gradaccum.integrations.{file.stem}" for file in files)
     found = [importlib.import_module(name) for name in names]
     sys.modules.pop("ms_gradaccum.integrations.mindformers")

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from ms_gradaccum import __version__
@@ -11,24 +10,22 @@ from ms_gradaccum import __version__
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def workflow():
-    return yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
 
 
-def test_the_workflow_runs_with_each_mindspore_that_the_package_names(workflow):
+def test_the_workflow_runs_with_each_mindspore_that_the_package_names():
     project = (ROOT / "pyproject.toml").read_text()
     first, end = map(int, re.search(r'"mindspore>=2\.(\d+),<2\.(\d+)"', project).groups())
     pinned = re.search(r"mindspore==(2\.\d+)", project).group(1)
-    matrix = workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    matrix = JOBS["versions"]["strategy"]["matrix"]["include"]
     run = {each["mindspore"].rpartition(".")[0] for each in matrix}
     assert run | {pinned} == {f"2.{minor}" for minor in range(first, end)}
-    assert workflow["jobs"]["versions"]["env"]["MINDSPORE"] == "${{ matrix.mindspore }}"
+    assert JOBS["versions"]["env"]["MINDSPORE"] == "${{ matrix.mindspore }}"
 
 
-def test_the_workflow_runs_on_each_python_that_the_package_names(workflow):
+def test_the_workflow_runs_on_each_python_that_the_package_names():
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
-    tests, package = (workflow["jobs"][name]["strategy"]["matrix"] for name in ("tests", "package"))
+    tests, package = (JOBS[name]["strategy"]["matrix"] for name in ("tests", "package"))
     assert [each["python"] for each in tests["include"]] == package["python"] == named
 
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from linear_toy import ALL, X, descend, line, sgd, weight_of
-from mindspore import Tensor, nn
+from linear_toy import ALL, X, descend, line, mse, sgd, weight_of
+from mindspore import Tensor
 from refusal import refuses
 
 from ms_gradaccum import GradAccumulation, StepOutput
@@ -52,7 +52,7 @@ def test_op_by_op_an_update_in_one_piece_is_the_one_by_hand(monkeypatch):
     """Without micro batches and devices, of which the compiler makes a program, it is an ordinary function."""
     monkeypatch.setattr(partitioned_step, "require_partition", lambda: None)
     network = line()
-    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 1)
+    cell = GradAccumulation(mse(network), 1)
     step = PartitionedStep(cell, sgd(network), SemiAuto(None), StepSettings.checked("TrainOneStepCell"))
     step.is_called = True
     report = StepOutput(*step.construct(Tensor(X), Tensor(2 * X)))

@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import pytest
-from linear_toy import line, sgd
+from linear_toy import line, mse, sgd
 from mindspore import nn
 from refusal import refuses
 
@@ -15,7 +15,7 @@ IN_CONTEXT = SemiAuto(None)
 
 
 def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
-    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    cell = GradAccumulation(mse(line()), 2)
     check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float32})
     with refuses(ValueError, "float32 messages"):
         check_step(IN_CONTEXT, cell, sgd(cell), dtype={"*weight": ms.float16})
@@ -38,6 +38,6 @@ def test_a_head_in_blocks_and_micro_batches_by_tokens_are_refused():
 def test_on_a_gpu_messages_that_do_not_wait_are_named(device, waits, warns, monkeypatch, recwarn):
     monkeypatch.setattr(settings, "this_device", lambda: device)
     monkeypatch.setattr(settings, "launches_block", lambda: waits)
-    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    cell = GradAccumulation(mse(line()), 2)
     check_step(IN_CONTEXT, cell, sgd(cell))
     assert sum("Call mindspore.runtime.launch_blocking() first" in str(each.message) for each in recwarn) == warns

@@ -10,13 +10,9 @@ from dataclasses import dataclass, field
 
 
 def replaced(source: str, function: str, old: str, new: str) -> str:
-    """Return a source in which the code ``old``, which ``function`` has once, is ``new``.
+    """Return a source in which the code ``old``, which ``function`` (or ``Class.method``) has once, is ``new``.
 
-    Args:
-        source: Text of a file.
-        function: Name of a function of the file, or ``Class.method``.
-        old: An expression, or statements that follow one another.
-        new: An expression in place of an expression, otherwise statements; none if they go.
+    Both are an expression, or statements that follow one another, of which ``new`` may have none.
     """
     tree = ast.parse(source)
     place = _named(tree, function)
@@ -45,8 +41,6 @@ def _is_expression(text: str) -> bool:
 
 @dataclass
 class _Change(ast.NodeTransformer):
-    """Replaces what has a form."""
-
     old: str
     new: str
     times: int = field(default=0, init=False)

@@ -3,8 +3,6 @@
 Small enough to be worked out by hand: a window of rows x moves the weight by 0.02 * mean(2 * x * x * (2 - weight)).
 """
 
-import re
-
 import mindspore as ms
 import numpy as np
 from mindspore import nn
@@ -39,7 +37,6 @@ def mse(network):
 
 
 def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
-    """A network and the step that trains it."""
     network = line()
     optimizer = make_optimizer(network, learning_rate)
     return network, TrainOneStepCell(GradAccumulation(mse(network), micro_size), optimizer, **settings)
@@ -74,10 +71,6 @@ def descend(*windows, weight=0.0, learning_rate=0.02):
         x = np.array(window, np.float64)
         weight -= learning_rate * np.mean(2 * x * x * (weight - 2))
     return weight
-
-
-def whole(text):
-    return f"^{re.escape(text)}$"
 
 
 class Recorder(ms.train.Callback):

@@ -16,7 +16,6 @@ from ms_gradaccum.training.events import Events
 
 
 def batch(*rows):
-    """These rows of the toy: x and y = 2x."""
     x = np.array(rows, np.float32).reshape(-1, 1)
     return tensors(x, 2 * x)
 

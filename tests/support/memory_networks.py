@@ -66,7 +66,6 @@ def wide_in_rows():
 
 
 def misbehaving(what, rows=1):
-    """Return a network that does not train, its optimizer and a batch."""
     network = Misbehaving(what)
     return network, nn.SGD(network.trainable_params(), 0.1), Tensor(np.ones((rows, 2), np.float32))
 

@@ -22,33 +22,27 @@ from code_patterns import replaced
 from tiers import FIRST_TIER
 
 ROOT = Path(__file__).parents[2]
-# As many at a time as there are cores on the smallest machine that the tests are for.
-_AT_A_TIME = 2
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake.
+    """A mistake: the file and the function (or ``Class.method``) that has the old code once, and what takes its place.
 
-    Attributes:
-        name: What is wrong then.
-        file: Where, inside the package.
-        function: The function there, or ``Class.method``.
-        old: The code that it has, once; capitals stand for any expression.
-        new: What takes its place.
-        tests: The files of tests that must see it, inside ``tests``.
+    Capitals stand for any expression. ``tests`` are the files of tests that must see it.
     """
 
     name: str
-    file: str
-    function: str
+    place: str
     old: str
     new: str
     tests: tuple[str, ...]
 
+    @property
+    def file(self) -> str:
+        return self.place.partition("::")[0]
+
     def applied(self, source: str) -> str:
-        """Return the source of the file with the mistake in it."""
-        return replaced(source, self.function, self.old, self.new)
+        return replaced(source, self.place.partition("::")[2], self.old, self.new)
 
 
 WHOLE_BATCH = ("training/test_train_step.py", "training/test_grad_accumulation.py")
@@ -59,48 +53,42 @@ STATES = ("checkpoint/test_state.py", "checkpoint/test_state_objects.py")
 MUTATIONS = (
     Mutation(
         "the sums are divided by a wrong count",
-        "gradients/buffer.py",
-        "GradientBuffer.reciprocal_weight",
+        "gradients/buffer.py::GradientBuffer.reciprocal_weight",
         "reciprocal(WEIGHT)",
         "reciprocal(WEIGHT + 1.0)",
         WHOLE_BATCH,
     ),
     Mutation(
         "a mean of the means of uneven micro batches",
-        "training/micro_step.py",
-        "AddMicroBatch.totals",
+        "training/micro_step.py::AddMicroBatch.totals",
         "return VALUE * FACTOR, WEIGHT * FACTOR, FACTOR",
         "return VALUE, ops.ones_like(WEIGHT), ONE",
         WHOLE_BATCH,
     ),
     Mutation(
         "the last row of each micro batch is lost",
-        "batch/split.py",
-        "cut",
+        "batch/split.py::cut",
         "slice(BEGIN, END)",
         "slice(BEGIN, max(END - 1, BEGIN + 1))",
         WHOLE_BATCH,
     ),
     Mutation(
         "the clip sees gradients before they are unscaled",
-        "training/window_end.py",
-        "WindowReduction.reduce_and_report",
+        "training/window_end.py::WindowReduction.reduce_and_report",
         "NORM = NORM * SCALE.unscaled(INVERSE)",
         "NORM = NORM * INVERSE",
         CLIPS,
     ),
     Mutation(
         "the norm is that of the sums, before the division",
-        "training/window_end.py",
-        "WindowReduction.reduce_and_report",
+        "training/window_end.py::WindowReduction.reduce_and_report",
         "NORM = NORM * SCALE.unscaled(INVERSE)",
         "NORM = SCALE.unscaled(NORM)",
         CLIPS,
     ),
     Mutation(
         "the clip of each gradient comes before the division",
-        "training/update.py",
-        "Update.means",
+        "training/update.py::Update.means",
         """
 CLIPPED = map_tensors(ops.partial(scale, FACTOR), SUMS)
 if HAS_GROUPS:
@@ -119,16 +107,14 @@ else:
     ),
     Mutation(
         "nothing is added up over the ranks",
-        "parallel/collectives.py",
-        "AllReduce.construct",
+        "parallel/collectives.py::AllReduce.construct",
         "return self.all_reduce(VALUES)",
         "return VALUES",
         RANKS,
     ),
     Mutation(
         "the sums of an open window are not restored",
-        "checkpoint/state.py",
-        "_values",
+        "checkpoint/state.py::_values",
         "PARTS = SAVED.parts_of(NAME, HELD)",
         """
 PARTS = SAVED.parts_of(NAME, HELD)
@@ -138,24 +124,21 @@ PARTS = PARTS if HELD.window is None else []
     ),
     Mutation(
         "the number of batches of an open window is not restored",
-        "training/window.py",
-        "Window.load_state_dict",
+        "training/window.py::Window.load_state_dict",
         'self.count.set(COUNTS["batches"])',
         "",
         STATES,
     ),
     Mutation(
         "the loss scale is not restored",
-        "training/window.py",
-        "Window.load_state_dict",
+        "training/window.py::Window.load_state_dict",
         'CHOOSER.load_state_dict(SAVED.get("loss_scale"))',
         "",
         STATES,
     ),
     Mutation(
         "the buffer is not cleared after an overflow",
-        "training/window_end.py",
-        "WindowEnds._skip",
+        "training/window_end.py::WindowEnds._skip",
         """
 for REDUCER in self.reducers:
     REDUCER.buffer.clear()
@@ -165,24 +148,21 @@ for REDUCER in self.reducers:
     ),
     Mutation(
         "the same, where a graph decides",
-        "training/window_end.py",
-        "WindowEnd.construct",
+        "training/window_end.py::WindowEnd.construct",
         "ops.depend(NORM, BUFFER.clear())",
         "NORM",
         ("training/test_whole_graph.py", "gradients/test_loss_scale.py"),
     ),
     Mutation(
         "the buffer is not cleared after an update",
-        "training/update.py",
-        "Update.end",
+        "training/update.py::Update.end",
         "BUFFER.clear(UPDATED)",
         "UPDATED",
         WHOLE_BATCH,
     ),
     Mutation(
         "the schedule moves on when an update is skipped",
-        "training/window_end.py",
-        "WindowEnds._skip",
+        "training/window_end.py::WindowEnds._skip",
         """
 for REDUCER in self.reducers:
     REDUCER.buffer.clear()
@@ -196,120 +176,105 @@ for end in self.of_optimizers:
     ),
     Mutation(
         "the loss scale stays as it is after an overflow",
-        "training/window_end.py",
-        "WindowEnds._adjust_scale",
+        "training/window_end.py::WindowEnds._adjust_scale",
         "SCALE.adjust(UPDATED, BAD)",
         "pass",
         CLIPS,
     ),
     Mutation(
         "an overflow makes an update",
-        "training/window_end.py",
-        "decide",
+        "training/window_end.py::decide",
         "UPDATED = ops.logical_and(UPDATED, ops.logical_not(OVERFLOW))",
         "pass",
         CLIPS,
     ),
     Mutation(
         "a window whose norm is too large makes an update",
-        "gradients/norm_limit.py",
-        "_unless",
+        "gradients/norm_limit.py::_unless",
         "return ops.logical_and(updated, ops.logical_not(ops.logical_and(is_above, ops.isfinite(norm))))",
         "return updated",
         ("gradients/test_skip_above.py",),
     ),
     Mutation(
         "the norms of before are not in a state",
-        "training/settings.py",
-        "StepSettings.kept_cells",
+        "training/settings.py::StepSettings.kept_cells",
         "return self.precision.loss_scale, self.norm_limit, self.clip",
         "return self.precision.loss_scale, self.clip",
         ("gradients/test_skip_above.py",),
     ),
     Mutation(
         "a window that is carried takes the length of the next epoch",
-        "loops/train_step.py",
-        "HostDrivenStep.steps_of_window",
+        "loops/train_step.py::HostDrivenStep.steps_of_window",
         "self.epoch_of(BEGUN)",
         "self.epoch_of(0)",
         ("loops/test_model_schedule.py",),
     ),
     Mutation(
         "what fails in mid-batch leaves its rows in the window",
-        "training/window.py",
-        "Window._end_failed",
+        "training/window.py::Window._end_failed",
         "self.discard(for_all=True)",
         "",
         ("training/test_train_step_failures.py", "refusals/test_call_orders.py"),
     ),
     Mutation(
         "a gradient is added without its factor",
-        "backend/arithmetic.py",
-        "add_in_place",
+        "backend/arithmetic.py::add_in_place",
         "ops.assign_add(TOTAL, PART * FACTOR)",
         "ops.assign_add(TOTAL, PART)",
         WHOLE_BATCH,
     ),
     Mutation(
         "the optimizer's shard of a parameter follows the rows of another rank",
-        "parallel/shards.py",
-        "_assign_rows",
+        "parallel/shards.py::_assign_rows",
         "WHOLE[INDEX * ROWS : (INDEX + 1) * ROWS]",
         "WHOLE[:ROWS]",
         RANKS,
     ),
     Mutation(
         "a partitioned step divides by a wrong count",
-        "static_graph/partitioned_step.py",
-        "PartitionedStep.construct",
+        "static_graph/partitioned_step.py::PartitionedStep.construct",
         "reciprocal(WEIGHT)",
         "reciprocal(WEIGHT + 1.0)",
         ("static_graph/test_partitioned_step.py", "distributed/test_semi_auto_parallel.py"),
     ),
     Mutation(
         "what is called in the backward pass gets the gradient of a sum over rows",
-        "training/micro_step.py",
-        "backward_start_of",
+        "training/micro_step.py::backward_start_of",
         "LOSS.is_prepared or HAS_OWN_BACKWARD",
         "LOSS.is_prepared",
         ("programs/test_python_decides.py",),
     ),
     Mutation(
         "an optimizer that keeps its gradients is given the sums themselves",
-        "training/update.py",
-        "EagerUpdate.__call__",
+        "training/update.py::EagerUpdate.__call__",
         "COPIES = tuple(TOTAL.value() for TOTAL in SUMS)",
         "pass",
         ("programs/test_optimizers_and_schedules.py",),
     ),
     Mutation(
         "an optimizer goes on with the memory that parameters had before a checkpoint was loaded",
-        "backend/network_code.py",
-        "JitParts.follow",
+        "backend/network_code.py::JitParts.follow",
         "self.places != PLACES",
         "not PLACES",
         ("training/test_train_step_checkpoint.py", "backend/test_optimizers.py"),
     ),
     Mutation(
         "a loss that misses the mean of its parts is taken for rounding",
-        "advice/loss_measurement.py",
-        "LossMeasurement._finding",
+        "advice/loss_measurement.py::LossMeasurement._finding",
         "abs(error_of(WHOLE, *PARTS)) <= LOSSES.rounding(WHOLE, *PARTS)",
         "abs(error_of(WHOLE, *PARTS)) <= 10",
         ("batch/test_losses_as_written.py",),
     ),
     Mutation(
         "the measurement of a loss does not put the random states back",
-        "backend/snapshot.py",
-        "RandomNumbers.put_back",
+        "backend/snapshot.py::RandomNumbers.put_back",
         "put_random_states(STATES)",
         "",
         ("advice/test_loss_measurement.py",),
     ),
     Mutation(
         "iterators of a prepared dataset do not know its last batch",
-        "loops/dataloader.py",
-        "PreparedDataset._call",
+        "loops/dataloader.py::PreparedDataset._call",
         """
 SETTINGS = inspect.signature(METHOD).bind(*ARGS, **KWARGS).arguments | ONE_EPOCH
 return PreparedIterator(self, ITERATOR)
@@ -322,24 +287,21 @@ return METHOD(**SETTINGS)
     ),
     Mutation(
         "a window ends with a sink in place of the pass",
-        "loops/epoch.py",
-        "PassSteps.on_train_step_end",
+        "loops/epoch.py::PassSteps.on_train_step_end",
         "PASSES.in_pass = PASSES.batches != 0",
         "PASSES.in_pass = PASSES.done % params.batch_num != 0",
         ("loops/test_data_sink.py",),
     ),
     Mutation(
         "a loop goes on with its own count after a checkpoint was loaded",
-        "gradients/buffer.py",
-        "_write",
+        "gradients/buffer.py::_write",
         "COUNT.is_stale = True",
         "",
         ("training/test_device_reads.py", "loops/test_accumulator.py"),
     ),
     Mutation(
         "a gradient is divided by the rows of an earlier batch",
-        "training/micro_step.py",
-        "EagerMicroStep.__call__",
+        "training/micro_step.py::EagerMicroStep.__call__",
         "self.forgets_passes",
         "self.forgets_passes is None",
         ("training/test_bce_with_logits.py",),
@@ -379,7 +341,8 @@ def main(numbers: Sequence[str]) -> int:
     tried: list[Mutation | None] = [MUTATIONS[int(number) - 1] for number in numbers] or [None, *MUTATIONS]
     as_wished = True
     print("| mistake | where | test that sees it |\n| --- | --- | --- |")
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    # As many at a time as there are cores on the smallest machine that the tests are for.
+    with ThreadPoolExecutor(2) as pool:
         for mutation, failed in pool.map(seen, tried):
             as_wished &= bool(failed) == (mutation is not None)
             what, where = (mutation.name, f"`{mutation.file}`") if mutation else ("none", "")

@@ -25,14 +25,8 @@ class UserMomentum(nn.Optimizer):
 # default it hardly sees their size, and a sum in place of a mean would leave nearly the same weights.
 OPTIMIZERS = {
     "SGD": (nn.SGD, {"learning_rate": 0.01}),
-    "SGD, dampened": (
-        nn.SGD,
-        {"learning_rate": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-    ),
-    "SGD, Nesterov": (
-        nn.SGD,
-        {"learning_rate": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
+    "SGD, dampened": (nn.SGD, {"learning_rate": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "SGD, Nesterov": (nn.SGD, {"learning_rate": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "Momentum": (nn.Momentum, {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
     "Momentum, Nesterov": (nn.Momentum, {"learning_rate": 0.01, "momentum": 0.9, "use_nesterov": True}),
     "Adam": (nn.Adam, {"learning_rate": 0.05, "eps": 1.0, "weight_decay": 0.1}),
@@ -44,28 +38,16 @@ OPTIMIZERS = {
     "AdaMax": (nn.AdaMax, {"learning_rate": 0.05, "eps": 1.0, "weight_decay": 0.1}),
     "Adadelta": (nn.Adadelta, {"learning_rate": 0.5, "epsilon": 0.01, "weight_decay": 0.1}),
     "Adagrad": (nn.Adagrad, {"learning_rate": 0.05, "weight_decay": 0.1}),
-    "ProximalAdagrad": (
-        nn.ProximalAdagrad,
-        {"learning_rate": 0.05, "l1": 0.01, "l2": 0.01, "weight_decay": 0.1},
-    ),
+    "ProximalAdagrad": (nn.ProximalAdagrad, {"learning_rate": 0.05, "l1": 0.01, "l2": 0.01, "weight_decay": 0.1}),
     "RMSProp": (nn.RMSProp, {"learning_rate": 0.01, "epsilon": 1.0, "momentum": 0.5, "weight_decay": 0.1}),
-    "RMSProp, centered": (
-        nn.RMSProp,
-        {"learning_rate": 0.01, "epsilon": 1.0, "momentum": 0.5, "centered": True},
-    ),
+    "RMSProp, centered": (nn.RMSProp, {"learning_rate": 0.01, "epsilon": 1.0, "momentum": 0.5, "centered": True}),
     "FTRL": (nn.FTRL, {"learning_rate": 0.05, "l1": 0.01, "l2": 0.01, "weight_decay": 0.1}),
     "ASGD": (nn.ASGD, {"learning_rate": 0.01, "t0": 2.0, "weight_decay": 0.1}),
     "Rprop": (nn.Rprop, {"learning_rate": 0.01, "weight_decay": 0.1}),
     "AdaFactor": (nn.AdaFactor, {"weight_decay": 0.1}),
-    "AdaFactor, own rate": (
-        nn.AdaFactor,
-        {"learning_rate": 0.05, "relative_step": False, "scale_parameter": False},
-    ),
+    "AdaFactor, own rate": (nn.AdaFactor, {"learning_rate": 0.05, "relative_step": False, "scale_parameter": False}),
     "user-defined": (UserMomentum, {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
-    "experimental SGD": (
-        experimental.SGD,
-        {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
+    "experimental SGD": (experimental.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "experimental Adam": (experimental.Adam, {"lr": 0.05, "eps": 1.0, "weight_decay": 0.1}),
     "experimental AdamW": (experimental.AdamW, {"lr": 0.05, "eps": 1.0, "amsgrad": True}),
     "experimental Adadelta": (experimental.Adadelta, {"lr": 0.5, "eps": 0.01}),

@@ -49,7 +49,6 @@ class RandomLoss(nn.Cell):
         return nn.Dense(before, after, weight_init=Tensor(weight), bias_init="zeros")
 
     def batch(self, rows):
-        """Return random inputs and labels, small or large."""
         numbers = self.numbers
         x = numbers.normal(size=(rows, self.inputs)) * 10 ** numbers.uniform(-2, 2)
         y = numbers.normal(size=(rows, self.outputs)) * 10 ** numbers.uniform(-2, 2)

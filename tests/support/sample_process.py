@@ -13,7 +13,6 @@ SUBSET = SAMPLES / "data" / "fashion_mnist"
 
 sys.path.append(str(SAMPLES / "data"))
 import find_data  # noqa: E402, F401
-import make_subset  # noqa: E402, F401
 
 
 @contextmanager

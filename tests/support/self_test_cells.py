@@ -20,7 +20,7 @@ from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.tools.self_test.self_test import judge
-from ms_gradaccum.tools.self_test.training import Cell, Found
+from ms_gradaccum.tools.self_test.training import Found
 
 # In the line about a cell, before what is said of a broken build.
 IN_BUILD = "; in a broken build, "
@@ -66,16 +66,11 @@ def everywhere(original, other):
 def division():
     """The gradients are divided by half the count."""
     original = buffer.reciprocal
-
-    def twice(weight):
-        return original(weight) * 2.0
-
-    return everywhere(original, twice)
+    return everywhere(original, lambda weight: original(weight) * 2.0)
 
 
 def clip():
     """The norm is that of the sums, and not of the means."""
-
     original = ClipByGlobalNorm.factor
 
     def factor(self, norm, max_norm=None):
@@ -86,11 +81,7 @@ def clip():
 
 def reduction():
     """Nothing is added up over the ranks."""
-
-    def own(self, values):
-        return values
-
-    return [mock.patch.object(AllReduce, "construct", own)]
+    return [mock.patch.object(AllReduce, "construct", lambda self, values: values)]
 
 
 def state():
@@ -107,11 +98,6 @@ def state():
 
 
 FAULTS = {fault.__name__: fault for fault in (division, clip, reduction, state)}
-
-
-def going(name):
-    """A cell that goes as a function below does."""
-    return Cell(name, globals()[name])
 
 
 def well(cell):

@@ -5,23 +5,18 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 
+class Tower(nn.SequentialCell):
+    def __init__(self):
+        super().__init__(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
+
+
 class Towers(nn.Cell):
     def __init__(self):
         super().__init__()
-        self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
-        self.text = nn.Dense(5, 4)
+        self.image, self.text = Tower(), nn.Dense(5, 4)
 
     def construct(self, x, y):
         return self.image(x), self.text(y)
-
-
-class Tower(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
-
-    def construct(self, x):
-        return self.image(x)
 
 
 def unit(rows):
@@ -29,8 +24,6 @@ def unit(rows):
 
 
 class Clip(nn.Cell):
-    """The contrastive loss of CLIP with its temperature."""
-
     def __init__(self):
         super().__init__()
         self.temperature = Parameter(Tensor(1.5, ms.float32), name="temperature")

@@ -24,8 +24,7 @@ from ms_gradaccum.__main__ import main
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.processes import EndedError, Job
 
-FOLDER = Path(__file__).parents[1] / "support"
-ROOT = FOLDER.parents[1]
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 
@@ -59,12 +58,10 @@ def test_the_answer_fits_and_its_neighbour_does_not():
     assert halves.peak == pytest.approx(expected, abs=12 * MIB)
 
 
-def test_a_child_that_allocates_without_end_is_ended(eager):
+def test_an_error_of_the_network_is_not_taken_for_missing_memory_nor_the_other_way_round(eager):
+    # It allocates without end, and is ended.
     with refuses(MemoryError, "'memory_limit'", "optimizer or batch"):
         find_micro_size(grows, "624MiB")
-
-
-def test_an_error_of_the_network_is_not_taken_for_missing_memory_nor_the_other_way_round(eager):
     with refuses(RuntimeError, "training must run") as raised:
         find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_toy import Recorder, line, sgd
-from mindspore import nn
+from linear_toy import Recorder, line, mse, sgd
 from mindspore.dataset import NumpySlicesDataset
 from modelled_window import plan
 from refusal import refuses
@@ -94,7 +93,7 @@ def test_a_training_does_what_was_planned(rows, batch_size, window, length, last
     counted = {"accumulation_steps": window, "last_window": last_window}
     planned = TrainingPlan(dataset_size=rows, batch_size=batch_size, **counted, **length, **others)
     optimizer = sgd(network)
-    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer, **counted)
+    model = Model(mse(network), optimizer=optimizer, **counted)
     x = np.linspace(-1, 1, rows, dtype=np.float32).reshape(rows, 1)
     data = NumpySlicesDataset((x, 2 * x), shuffle=False)
     data = data.batch(batch_size, drop_remainder=others.get("drop_remainder", False))
@@ -113,24 +112,20 @@ def test_a_plan_is_a_dataclass_and_can_be_planned_again():
 
 
 MULTIPLE = "a multiple of batch_size * ranks = 32"
-# The settings, whose last one is refused, the rule, and the value.
+# The settings, what is said of the last one, and the value.
 REFUSED = [
     ({"drop_remainder": True, "ranks": 2, "dataset_size": 14}, "at least one batch of 8 rows", "7 rows on each"),
     ({"ranks": 4, "global_batch": 250}, MULTIPLE, "250"),
     ({"ranks": 4, "global_batch": 25}, MULTIPLE, "25"),
     ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3"),
     ({"epochs": None, "steps": 0}, "a positive int", "0"),
+    ({"epochs": None}, "epochs or steps", "neither"),
+    ({"steps": 3}, "epochs or steps", "epochs=1 and steps=3"),
 ]
 
 
 @pytest.mark.parametrize("settings,rule,got", REFUSED)
 def test_wrong_settings_are_refused(settings, rule, got):
-    name = list(settings)[-1]
-    with refuses(ValueError, f"'{name}'", rule, f"but got {got}. "):
-        plan(**settings)
-
-
-@pytest.mark.parametrize("settings,got", [({"epochs": None}, "neither"), ({"steps": 3}, "epochs=1 and steps=3")])
-def test_either_epochs_or_steps_are_given(settings, got):
-    with refuses(ValueError, "epochs or steps", got):
+    name = "" if rule == "epochs or steps" else f"'{list(settings)[-1]}'"
+    with refuses(ValueError, name, rule, f"but got {got}. "):
         plan(**settings)

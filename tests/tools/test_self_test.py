@@ -14,21 +14,17 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from refusal import refuses
-from self_test_cells import IN_BUILD, going, run, tried
+from self_test_cells import IN_BUILD, dies, late, raises, run, tried, well
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
 from ms_gradaccum.tools.processes import IN_JOB, Job
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import judge, self_test
-from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, tolerance
 from ms_gradaccum.tools.self_test.trials import CELLS
 
-ROOT = Path(__file__).parents[2]
 SELF_TEST = "ms_gradaccum.tools.self_test.self_test.self_test"
-# CPU has no matrix product in it.
-MISSING = "bfloat16"
-REASON = "this CPU has no matrix product in bfloat16"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,14 +46,13 @@ def faults_of(cell):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The command on this machine: the exit status, the JSON and what is printed. In the last cell a rank dies."""
+    """The command on this machine: the exit status, the JSON and what is printed."""
     file = tmp_path_factory.mktemp("self_test") / "found.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = []
         patch.setattr(command.tqdm, "write", lines.append)
         cells = [tried(cell, *faults_of(cell)) for cell in CELLS]
-        cells.append(replace(going("dies"), parallel="data parallel"))
         patch.setattr(SELF_TEST, partial(self_test, cells=cells))
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
@@ -65,14 +60,11 @@ def whole(tmp_path_factory):
 
 def test_all_that_can_be_tried_here_passes(whole):
     status, found, lines = whole
-    failed = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
-    assert len(failed) == 1, [cell["said"] for cell in failed]
-    (died,) = failed
-    assert died["name"] == "dies" and died["said"].startswith("its process ended: ")
+    assert [cell["said"] for cell in found["cells"] if cell["outcome"] == "failed"] == []
     skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
-    assert skipped == {REASON}
-    assert status == 1 and found["seconds"] > 1
-    assert len(lines) == len(found["cells"]) == len(CELLS) + 1 == 11
+    assert skipped == {"this CPU has no matrix product in bfloat16"}
+    assert status == 0 and found["seconds"] > 1
+    assert len(lines) == len(found["cells"]) == len(CELLS) == 10
     # The file says where and what.
     assert (found["format"], found["device"], found["workers"]) == (2, "CPU", 2)
     assert found["environment"]["mindspore"] == ms.__version__ and "system" in found["environment"]
@@ -83,7 +75,7 @@ def test_all_that_can_be_tried_here_passes(whole):
     assert "NaN" not in json.dumps(found) and "Infinity" not in json.dumps(found)
 
 
-CELLS_ALONE = [cell for cell in CELLS if cell.parallel == ALONE and cell.dtype != MISSING]
+CELLS_ALONE = [cell for cell in CELLS if cell.parallel == ALONE and cell.dtype != "bfloat16"]
 BROKEN = [(cell, "division") for cell in CELLS_ALONE]
 BROKEN += [(cell, "clip") for cell in CELLS_ALONE if cell.name.startswith("clip")]
 BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("state")]
@@ -91,7 +83,6 @@ BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("stat
 
 @pytest.mark.parametrize("cell, fault", BROKEN, ids=[f"{cell.name}-{fault}" for cell, fault in BROKEN])
 def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
-    """A wrong division, a clip before the division, a state that is loaded without its sums."""
     found = run(cell.function, fault, replace(cell, folder=str(tmp_path)))
     assert judge(found)[0] == "failed"
 
@@ -105,9 +96,8 @@ def test_a_pass_in_data_sink_mode_is_compared_by_its_parameters(fault, outcome, 
 
 def test_jobs_of_several_fail_in_a_broken_build(whole):
     _, found, _ = whole
-    tried_in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
-    said = [cell["said"] for cell in tried_in_jobs if cell["outcome"] == "passed"]
-    assert len(said) == len(tried_in_jobs) - 1  # The one that dies.
+    in_jobs = [cell for cell in found["cells"] if cell["parallel"] != ALONE and cell["dtype"] == "float32"]
+    said = [cell["said"] for cell in in_jobs]
     assert sum(text.count(f"{IN_BUILD}division: failed") for text in said) == len(said)
     assert sum(text.count(f"{IN_BUILD}reduction: failed") for text in said) == 1
 
@@ -129,11 +119,11 @@ class LateJob(Job):
 def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
     jobs, told = [LateJob, Job, Job], []
     monkeypatch.setattr("ms_gradaccum.tools.self_test.self_test.Job", lambda *task: jobs.pop(0)(*task))
-    cells = [going("well"), going("raises"), going("well")]
-    hung, raised, well = quietly(cells, timeout=45, tell=told.append)
+    cells = [Cell("well", well), Cell("raises", raises), Cell("well", well)]
+    hung, raised, fine = quietly(cells, timeout=45, tell=told.append)
     assert hung["said"].startswith("it hangs: 1 of 2 processes have not answered within 45 s")
     assert (raised["outcome"], raised["said"]) == ("failed", "OSError: no such data")
-    assert (hung["outcome"], well["outcome"]) == ("failed", "passed")
+    assert (hung["outcome"], fine["outcome"]) == ("failed", "passed")
     # It says again and again where it is, so that a clock beside it goes on.
     assert told.count("1 of 3: well, float32, GRAPH") >= 2
     assert list(dict.fromkeys(text[:6] for text in told)) == ["1 of 3", "2 of 3", "3 of 3"]
@@ -141,14 +131,14 @@ def test_what_raises_or_hangs_takes_only_itself_with_it(monkeypatch):
 
 def test_a_process_that_dies_takes_no_cell_before_it_along():
     """It ended the job while the others had not reported that cell."""
-    cells = [replace(going(name), parallel="data parallel") for name in ("late", "dies")]
-    late, died = quietly(cells)
-    assert late["outcome"] == "passed"
+    cells = [Cell(each.__name__, each, parallel="data parallel") for each in (late, dies)]
+    before, died = quietly(cells)
+    assert before["outcome"] == "passed"
     assert died["said"].startswith("its process ended: ")
 
 
 def test_a_device_that_is_not_there_fails_each_cell():
-    outcomes = quietly([going("well"), going("well")], device="Ascend")
+    outcomes = quietly([Cell("well", well), Cell("well", well)], device="Ascend")
     assert [cell["outcome"] for cell in outcomes] == ["failed"] * 2
     assert "Ascend" in outcomes[0]["said"]
 
@@ -157,16 +147,16 @@ def test_a_machine_without_msrun_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with refuses(RuntimeError, "started by msrun"):
-        quietly([replace(going("well"), parallel="data parallel")])
+        quietly([Cell("well", well, parallel="data parallel")])
 
 
 def test_one_worker_starts_no_job():
-    (outcome,) = quietly([replace(going("well"), parallel="data parallel")], workers=1)
+    (outcome,) = quietly([Cell("well", well, parallel="data parallel")], workers=1)
     assert (outcome["outcome"], outcome["said"]) == ("skipped", "it takes several processes")
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     # What is started in the background would ignore a Ctrl-C.
     settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     before = set(processes_with(IN_JOB))

@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import warns
-from verify_probe import LOSS, PAIRS, UNKNOWN, assert_causes, batch, differing
+from step_probe import tensors
+from verify_probe import LOSS, PAIRS, UNKNOWN, Line, X, Y, assert_causes, differing, mean, total
 
 from ms_gradaccum import GradCacheLoss, verify
 
-RANDOM = np.random.default_rng(3)
-X = RANDOM.normal(size=(8, 2)).astype(np.float32)
-Y = RANDOM.normal(size=8).astype(np.float32)
 # Of the eight rows in three micro batches (3, 3 and 2) these count: 1, 3 and 1.
 MASK = np.float32([1, 0, 0, 1, 1, 1, 0, 1])
 
@@ -19,30 +17,18 @@ OTHER_LOSS = "network differs from reference on the whole batch (losses {:.4g} a
 NOT_FINITE = "An Inf or NaN in {}: nothing can be compared."
 
 
-class Loss(nn.Cell):
-    """A line, and a form that its squared errors are reduced to."""
-
-    def __init__(self, form, columns=2):
-        super().__init__()
-        self.weight = Parameter(Tensor(np.linspace(1, -1, columns), ms.float32), "weight")
-        self.form = form
-
-    def construct(self, x, y):
-        return self.form((x * self.weight).sum(-1), y)
-
-
-def mean(output, y):
-    return ops.square(output - y).mean()
-
-
-def mean_over_marked(output, y):
-    mask = (y > 0).astype(ms.float32)
-    return (ops.square(output - y) * mask).sum() / mask.sum()
+def of_weight(form):
+    return Line(form, has_bias=False)
 
 
 def sum_over_marked(output, y):
     mask = (y > 0).astype(ms.float32)
     return (ops.square(output - y) * mask).sum(), mask.sum()
+
+
+def mean_over_marked(output, y):
+    summed, count = sum_over_marked(output, y)
+    return summed / count
 
 
 MARKED = np.where(MASK, np.abs(Y) + 0.1, -np.abs(Y) - 0.1).astype(np.float32)
@@ -56,7 +42,7 @@ def gradients_by_hand(x, y, mask):
 
 
 def test_a_mean_over_tokens_and_its_numbers():
-    report = verify(Loss(mean_over_marked), batch(X, MARKED), 3)
+    report = verify(of_weight(mean_over_marked), tensors(X, MARKED), 3)
     assert_causes(report, LOSS)
     whole = gradients_by_hand(X, MARKED, MASK)
     parts = [gradients_by_hand(X[rows], MARKED[rows], MASK[rows]) for rows in (slice(3), slice(3, 6), slice(6, 8))]
@@ -72,12 +58,8 @@ def test_a_mean_over_tokens_and_its_numbers():
 
 def test_a_mean_over_tokens_is_equal_if_each_micro_batch_has_as_many_per_row_or_returns_their_sum(eager):
     even = np.abs(Y) * np.float32([1, -1] * 4)
-    assert verify(Loss(mean_over_marked), batch(X, even), 4).equal
-    assert verify(Loss(sum_over_marked), batch(X, MARKED), 3, weighted=True).equal
-
-
-def total(output, y):
-    return ops.square(output - y).sum()
+    assert verify(of_weight(mean_over_marked), tensors(X, even), 4).equal
+    assert verify(of_weight(sum_over_marked), tensors(X, MARKED), 3, weighted=True).equal
 
 
 def mean_and_rows(output, y):
@@ -86,28 +68,16 @@ def mean_and_rows(output, y):
 
 @pytest.mark.parametrize("form, weighted, cause", [(total, False, LOSS), (mean_and_rows, True, PAIRS)])
 def test_a_loss_that_parts_train_otherwise_has_the_sentence_of_the_measurement(form, weighted, cause, eager):
-    report = verify(Loss(form), batch(X, Y), 3, weighted=weighted)
+    report = verify(of_weight(form), tensors(X, Y), 3, weighted=weighted)
     assert_causes(report, cause)
     assert differing(report) == {("weight", "gradient")}
 
 
 def test_a_micro_batch_that_has_no_token_is_no_number(eager):
     y = MARKED * np.float32([-1, 1, 1, 1, 1, 1, 1, 1])
-    assert_causes(verify(Loss(mean_over_marked), batch(X, y), 3), NOT_FINITE.format("the window"))
-    report = verify(Loss(mean_over_marked), batch(X, -np.abs(Y)), 3)
+    assert_causes(verify(of_weight(mean_over_marked), tensors(X, y), 3), NOT_FINITE.format("the window"))
+    report = verify(of_weight(mean_over_marked), tensors(X, -np.abs(Y)), 3)
     assert_causes(report, NOT_FINITE.format("the window and the whole batch"))
-
-
-class Scaled(nn.Cell):
-    """The hand-written way: the loss of another cell, times a factor."""
-
-    def __init__(self, loss_cell, factor):
-        super().__init__(auto_prefix=False)
-        self.loss_cell = loss_cell
-        self.factor = factor
-
-    def construct(self, x, y):
-        return self.loss_cell(x, y) * self.factor
 
 
 def sharing(cell, other):
@@ -117,8 +87,9 @@ def sharing(cell, other):
 
 
 def test_a_division_by_k_done_twice_is_seen_with_a_reference(eager):
-    loss_cell = Loss(mean)
-    report = verify(Scaled(loss_cell, 1 / 3), batch(X, Y), 3, reference=loss_cell)
+    loss_cell = of_weight(mean)
+    third = sharing(of_weight(lambda output, y: mean(output, y) / 3), loss_cell)
+    report = verify(third, tensors(X, Y), 3, reference=loss_cell)
     loss = np.mean(np.square(X.astype(np.float64) @ [1, -1] - Y))
     assert_causes(report, OTHER_LOSS.format(loss / 3, loss))
     assert [entry.norm_ratio for entry in report.parameters] == [pytest.approx(1 / 3)]
@@ -126,40 +97,35 @@ def test_a_division_by_k_done_twice_is_seen_with_a_reference(eager):
 
 
 def test_what_else_a_reference_shows(eager):
-    loss_cell = Loss(mean)
-    assert verify(loss_cell, batch(X, Y), 3, reference=loss_cell).equal
+    loss_cell = of_weight(mean)
+    assert verify(loss_cell, tensors(X, Y), 3, reference=loss_cell).equal
     other = OTHER_LOSS[: OTHER_LOSS.index("{")]
-    doubled = sharing(Loss(lambda output, y: 2 * mean(output, y)), loss_cell)
-    assert_causes(verify(loss_cell, batch(X, Y), 3, reference=doubled), other)
-    summed = sharing(Loss(total), loss_cell)
-    assert_causes(verify(summed, batch(X, Y), 3, reference=loss_cell), LOSS, other)
+    doubled = sharing(of_weight(lambda output, y: 2 * mean(output, y)), loss_cell)
+    assert_causes(verify(loss_cell, tensors(X, Y), 3, reference=doubled), other)
+    summed = sharing(of_weight(total), loss_cell)
+    assert_causes(verify(summed, tensors(X, Y), 3, reference=loss_cell), LOSS, other)
     # The logarithm of -1 is no number, in the reference alone.
-    nothing = sharing(Loss(lambda output, y: mean(output, y) * ops.log(y * 0 - 1).sum()), loss_cell)
-    assert_causes(verify(loss_cell, batch(X, Y), 3, reference=nothing), NOT_FINITE.format("the reference"))
-
-
-def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):
-    loss_cell = Loss(sum_over_marked)
-    reference = sharing(Loss(mean_over_marked), loss_cell)
-    assert verify(loss_cell, batch(X, MARKED), 3, weighted=True, reference=reference).equal
+    nothing = sharing(of_weight(lambda output, y: mean(output, y) * ops.log(y * 0 - 1).sum()), loss_cell)
+    assert_causes(verify(loss_cell, tensors(X, Y), 3, reference=nothing), NOT_FINITE.format("the reference"))
+    # A sum with its weight is equal to the mean.
+    pair = of_weight(sum_over_marked)
+    reference = sharing(of_weight(mean_over_marked), pair)
+    assert verify(pair, tensors(X, MARKED), 3, weighted=True, reference=reference).equal
 
 
 def test_an_input_of_all_rows_by_all_rows_may_be_no_batch(eager):
-    class Masked(Loss):
+    class Masked(Line):
         def construct(self, x, y, mask):
-            return (mask * ops.square((x * self.weight).sum(-1) - y)).mean()
+            return (mask * ops.square(self.output(x) - y)).mean()
 
-    inputs = batch(X, Y, np.tri(8, dtype=np.float32))
+    inputs = tensors(X, Y, np.tri(8, dtype=np.float32))
     with warns("single rows"):
-        report = verify(Masked(mean), inputs, 8)
+        report = verify(Masked(), inputs, 8)
     assert_causes(report, "The loss of micro batches could not be measured: the network takes 1 rows, but not 2")
     assert "check_loss" not in report.causes[0]
 
 
 COLUMN = Y.reshape(8, 1)
-BATCH_NORM = "BatchNorm (norm)"
-DROPOUT = "Dropout (drop)"
-OF_STATE = "The forward pass changes 'norm.seen', and the loss depends on it"
 
 
 class Network(nn.Cell):
@@ -179,8 +145,8 @@ MEAN, VARIANCE = ("norm.moving_mean", "state"), ("norm.moving_variance", "state"
 
 def test_batch_norm_and_its_moving_averages(mode):
     network = Network(nn.BatchNorm1d(2))
-    report = verify(network, batch(X, COLUMN), 2)
-    assert_causes(report, BATCH_NORM)
+    report = verify(network, tensors(X, COLUMN), 2)
+    assert_causes(report, "BatchNorm (norm)")
     assert "the moving averages move 2 times instead of once" in report.causes[0]
     # What is normalised has the mean 0 however it is split, so that beta has the gradient of the whole batch.
     assert {GAMMA, MEAN, VARIANCE} <= differing(report) <= {GAMMA, MEAN, VARIANCE, SCALE}
@@ -195,7 +161,9 @@ def test_batch_norm_and_its_moving_averages(mode):
 
 def test_batch_norm_of_the_whole_batch_in_one_part_is_no_cause(eager):
     network = Network(nn.BatchNorm1d(2))
-    report = verify(network, batch(X, COLUMN), 1, reference=Scaled(network, 2))
+    reference = Network(network.norm, nn.ReLU())
+    reference.scale = network.scale
+    report = verify(network, tensors(X, COLUMN), 1, reference=reference)
     assert_causes(report, "network differs from reference")
 
 
@@ -208,23 +176,23 @@ class Pairs(nn.Cell):
 
 def test_a_grad_cache_loss_is_not_measured(eager):
     encoder = nn.SequentialCell(nn.Dense(2, 2), nn.BatchNorm1d(2))
-    assert_causes(verify(GradCacheLoss(encoder, Pairs()), batch(X), 2), "BatchNorm (")
+    assert_causes(verify(GradCacheLoss(encoder, Pairs()), tensors(X), 2), "BatchNorm (")
 
 
 def test_frozen_batch_norm_is_equal(monkeypatch):
     network = Network(nn.BatchNorm1d(2)).set_train()
     network.norm.set_train(False)
-    assert verify(network, batch(X, COLUMN), 2).equal
+    assert verify(network, tensors(X, COLUMN), 2).equal
     monkeypatch.setenv("MS_JIT", "0")
-    assert verify(Network(nn.BatchNorm1d(2, use_batch_statistics=False)), batch(X, COLUMN), 2).equal
+    assert verify(Network(nn.BatchNorm1d(2, use_batch_statistics=False)), tensors(X, COLUMN), 2).equal
     # In evaluation mode as a whole it has not begun to train: nothing in it has been frozen.
     network.set_train(False)
-    assert not verify(network, batch(X, COLUMN), 2).equal
+    assert not verify(network, tensors(X, COLUMN), 2).equal
 
 
 def test_dropout(mode):
-    report = verify(Network(drop=nn.Dropout(p=0.5)), batch(X, COLUMN), 2)
-    assert_causes(report, DROPOUT)
+    report = verify(Network(drop=nn.Dropout(p=0.5)), tensors(X, COLUMN), 2)
+    assert_causes(report, "Dropout (drop)")
     assert differing(report) == {SCALE}
 
 
@@ -234,7 +202,7 @@ class Noise(nn.Cell):
 
 
 def test_random_numbers_of_no_layer_are_no_fault_of_the_loss(eager):
-    assert_causes(verify(Network(drop=Noise()), batch(X, COLUMN), 2), UNKNOWN)
+    assert_causes(verify(Network(drop=Noise()), tensors(X, COLUMN), 2), UNKNOWN)
 
 
 class Counter(nn.Cell):
@@ -251,11 +219,12 @@ class Counter(nn.Cell):
 
 
 def test_state_that_the_forward_pass_changes(eager):
-    report = verify(Network(Counter(scales=False)), batch(X, COLUMN), 4)
+    report = verify(Network(Counter(scales=False)), tensors(X, COLUMN), 4)
     assert_causes(report, "State of the network (norm.seen)")
     (entry,) = (entry for entry in report.parameters if entry.differs)
     # 5 after four micro batches, 2 after one batch.
     assert (entry.name, entry.kind, entry.max_difference, entry.norm_ratio) == ("norm.seen", "state", 3, 2.5)
-    report = verify(Network(Counter(scales=True)), batch(X, COLUMN), 4)
-    assert_causes(report, "State of the network (norm.seen)", OF_STATE)
+    report = verify(Network(Counter(scales=True)), tensors(X, COLUMN), 4)
+    depends = "The forward pass changes 'norm.seen', and the loss depends on it"
+    assert_causes(report, "State of the network (norm.seen)", depends)
     assert differing(report) == {("norm.seen", "state"), SCALE}

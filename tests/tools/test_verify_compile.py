@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import refuses
-from verify_probe import Line, batch, differing
+from step_probe import tensors
+from verify_probe import Line, X, Y, differing
 
 from ms_gradaccum import GradAccumulation, verify
-
-RANDOM = np.random.default_rng(11)
-X = RANDOM.normal(size=(6, 2)).astype(np.float32)
-Y = RANDOM.normal(size=6).astype(np.float32)
 
 
 def compiled(network, inputs=None):
     """Verify in PYNATIVE mode and return what was said of compiling."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    return verify(network, inputs or batch(X, Y), 2, compile=True).compiled
+    return verify(network, inputs or tensors(X, Y), 2, compile=True).compiled
 
 
 class Stock(nn.Cell):
-    """Nothing but layers of MindSpore's."""
-
     def __init__(self):
         super().__init__()
         self.dense = nn.Dense(2, 4, weight_init="normal")
@@ -41,7 +36,7 @@ class Stock(nn.Cell):
 
 def test_layers_of_mindspore_are_equal_in_either_mode(mode):
     network = Stock()
-    report = verify(GradAccumulation(network, 2), batch(X, Y), None, compile=True)
+    report = verify(GradAccumulation(network, 2), tensors(X, Y), None, compile=True)
     found = report.compiled
     assert found.equal and found.causes == () and differing(found) == set() and found.speedup > 0
     assert {entry.name for entry in found.parameters} == {each.name for each in network.trainable_params()}
@@ -168,7 +163,7 @@ def hooked_weight():
         (hooked, None, "For 'verify', the argument 'compile' must be None"),
         (hooked_weight, None, "a hook of weight"),
         (Unknown, None, "but got a Python object"),
-        (Takes, (Pair(*batch(X, Y)),), "Pair, a NamedTuple"),
+        (Takes, (Pair(*tensors(X, Y)),), "Pair, a NamedTuple"),
     ],
 )
 def test_what_cannot_be_compared_is_named_with_the_reason(make, inputs, why):
@@ -181,7 +176,7 @@ def test_what_cannot_be_compared_is_named_with_the_reason(make, inputs, why):
 def test_compile_is_true_or_none():
     for wrong, kind in ((1, TypeError), ("yes", TypeError), (False, ValueError)):
         with refuses(kind, "'compile'", "None follows MindSpore's"):
-            verify(Line(), batch(X, Y), 2, compile=wrong)
+            verify(Line(), tensors(X, Y), 2, compile=wrong)
     with mock.patch.dict("os.environ", MS_JIT="0"):
         with refuses(ValueError, "'compile'", "None where MS_JIT=0"):
-            verify(Line(), batch(X, Y), 2, compile=True)
+            verify(Line(), tensors(X, Y), 2, compile=True)

@@ -7,8 +7,8 @@ import pytest
 from linear_toy import X, line, mse, sgd, toy_step
 from loop_toy import FOUR
 from mindspore import Tensor
+from package_files import counts_of, seen
 from step_probe import Around, tensors
-from structure import counts_of, seen
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision
 from ms_gradaccum.advice.window_watch import WATCHED_WINDOWS

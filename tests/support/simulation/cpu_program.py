@@ -5,7 +5,6 @@ replaced by an AllGather over all processes and local operators.
 """
 
 import tempfile
-from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ _Kind = mind_ir_pb2.AttributeProto.AttributeType
 _FUNCTION = mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")
 _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
-_GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
-_created: set[str] = set()
+_created = set()
 
 
-def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
+def own_part(value, layout, rank):
     """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
     if layout is None:
         return value
@@ -40,7 +38,7 @@ def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[
 class CpuProgram:
     """One rank's part of a training step, with its parts of the whole ``values``. All ranks must build and call it."""
 
-    def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:
+    def __init__(self, model, values, layouts, rank):
         members = _create_groups({sent.group for sent in collectives_of(model)}, rank)
         replica = deepcopy(model)
         _Rewriter(replica, members, rank, get_group_size()).rewrite()
@@ -54,29 +52,29 @@ class CpuProgram:
             own = {name: Tensor(part) for name, part in parts.items()}
             self.cell = nn.GraphCell(ms.load(str(path)), params_init=own)
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs):
         return self.cell(*inputs)
 
-    def values(self) -> Values:
+    def values(self):
         return {plain_name(parameter.name): parameter.asnumpy() for parameter in self.cell.get_parameters()}
 
 
-def whole_values(cell: nn.Cell) -> Values:
+def whole_values(cell):
     """Return the parameters of ``cell`` before the compiler splits them."""
     for parameter in cell.get_parameters():
         parameter.init_data()
     return {parameter.name: parameter.asnumpy().copy() for parameter in cell.get_parameters()}
 
 
-def plain_name(name: str) -> str:
+def plain_name(name):
     return name.rpartition(":")[2]
 
 
-def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
+def own_parts(values, layouts, rank):
     return {name: own_part(value, layouts.get(name), rank) for name, value in values.items()}
 
 
-def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
+def _create_groups(names, rank):
     """Create the groups of this rank's program, and return their members: the ranks with that group. Collective."""
     everyone = gather_values("builds its groups", sorted(names))
     members = {name: tuple(i for i, theirs in enumerate(everyone) if name in theirs) for name in everyone[rank]}
@@ -88,12 +86,12 @@ def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]
 
 
 class _Rewriter:
-    def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
+    def __init__(self, model, members, rank, size):
         self.model, self.members, self.rank, self.everyone = model, members, rank, tuple(range(size))
         # The nodes that replace one collective operator, and the total number of constants.
         self.made, self.constants = list[Any](), 0
 
-    def rewrite(self) -> None:
+    def rewrite(self):
         collectives = {f"REF::{each.name}": each for each in self.model.primitives if each.op_type in COLLECTIVES}
         for graph in [self.model.graph, *self.model.functions]:
             nodes = list(graph.node)
@@ -106,38 +104,30 @@ class _Rewriter:
                 if attribute.name == "group" and attribute_of(primitive, "group", "") == WORLD_GROUP:
                     attribute.s = _CPU_WORLD_GROUP.encode()
 
-    def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
+    def _on_cpu(self, node, primitive):
         self.made = []
-        operator, reduction = primitive.op_type, attribute_of(primitive, "op", "")
-        ranks = self.members[attribute_of(primitive, "group", "")]
+        operator, reduction = primitive.op_type, attribute_of(primitive, "op", "sum")
         tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
-        shape, value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
-        place = ranks.index(self.rank)
-        if operator not in ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll") or tensor.data_type not in _GATHERED:
+        if operator not in ("AllReduce", "AllGather", "ReduceScatter") or reduction != "sum":
+            raise NotImplementedError(f"{operator} with {reduction}, which these programs do not have")
+        if tensor.data_type not in _FLOATS:
             raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
-        if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
+        if operator == "AllReduce":
             return [node]
-        # The axis along which this rank takes its part of each rank's value, and the axis along which parts are joined.
-        split = {"ReduceScatter": 0, "AlltoAll": attribute_of(primitive, "split_dim", 0)}.get(operator)
-        joined = {"AllGather": 0, "AlltoAll": attribute_of(primitive, "concat_dim", 0)}.get(operator)
-        part = [length // count if axis == joined else length for axis, length in enumerate(shape)]
-        whole = [length * count if axis == split else length for axis, length in enumerate(part)]
-        rows = self._of_ranks(value, whole, ranks, output)
-        if split is not None:
-            first = [place * length if axis == split else 0 for axis, length in enumerate(part)]
-            end = [begin + length for begin, length in zip(first, part)]
-            rows = self._slice(rows, [0, *first], [count, *end], f"{output}_parts")
-        if joined is None:
-            # A sum has a further input: whether to skip an empty axis.
-            switches = [self._constant(False)] * (2 if reduction == "sum" else 1)
-            self._add(f"Reduce{reduction.capitalize()}", [rows, self._constant([0]), *switches], output)
-        else:
-            order = self._constant([*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)])
-            moved = self._add("Transpose", [rows, order], f"{output}_moved")
-            self._add("Reshape", [moved, self._constant(shape)], output)
+        ranks = self.members[attribute_of(primitive, "group", "")]
+        (rows, *rest), value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
+        if operator == "AllGather":
+            parts = self._of_ranks(value, [rows // count, *rest], ranks, output)
+            self._add("Reshape", [parts, self._constant([rows, *rest])], output)
+            return self.made
+        whole = self._of_ranks(value, [rows * count, *rest], ranks, output)
+        begin, zeros = ranks.index(self.rank) * rows, [0] * len(rest)
+        own = self._slice(whole, [0, begin, *zeros], [count, begin + rows, *rest], f"{output}_parts")
+        # Whether to keep the axis, and whether to skip an empty one.
+        self._add("ReduceSum", [own, self._constant([0]), *[self._constant(False)] * 2], output)
         return self.made
 
-    def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
+    def _of_ranks(self, value, shape, ranks, output):
         """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
         row = self._add("Reshape", [value, self._constant([1, *shape])], f"{output}_row")
         size = len(self.everyone)
@@ -149,11 +139,11 @@ class _Rewriter:
         some = self._add("MakeTuple", parts, f"{output}_tuple")
         return self._add("Concat", [some, self._constant(0)], f"{output}_some")
 
-    def _slice(self, value: str, begin: list[int], end: list[int], output: str) -> str:
+    def _slice(self, value, begin, end, output):
         bounds = [self._constant(bound) for bound in (begin, end, [1] * len(begin))]
         return self._add("StridedSlice", [value, *bounds, *[self._constant(0)] * 5], output)
 
-    def _add(self, operator: str, inputs: list[str], output: str, **attributes: str | int) -> str:
+    def _add(self, operator, inputs, output, **attributes):
         """Add a node and its primitive; return the name of its output."""
         name = f"{operator}:cpu{len(self.model.primitives)}"
         primitive = self.model.primitives.add(name=name, op_type=operator, prim_type=_FUNCTION)
@@ -163,7 +153,7 @@ class _Rewriter:
         self.made.append(mind_ir_pb2.NodeProto(name=output, output=[output], op_type=f"REF::{name}", input=inputs))
         return output
 
-    def _constant(self, value: bool | int | list[int]) -> str:
+    def _constant(self, value):
         name = f"cpu_constant_{self.constants}"
         self.constants += 1
         node = mind_ir_pb2.NodeProto(name=name, output=[name], op_type="Constant")

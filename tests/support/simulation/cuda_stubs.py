@@ -46,12 +46,7 @@ def stand_ins(folder: Path) -> dict[str, str]:
     (home / "bin").mkdir()
     (home / "bin" / "nvcc").write_text(_NVCC)
     (home / "bin" / "nvcc").chmod(0o755)
-    return environment(home)
-
-
-def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment variables for the stand-ins, and for a fast protobuf if MindSpore works with it."""
-    found = {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64")}
+    found = {"CUDA_HOME": str(home), "LD_LIBRARY_PATH": str(libraries)}
     if "builder" in (Path(mindspore.__file__).parent / "train" / "checkpoint_pb2.py").read_text():
         # For large checkpoints MindSpore selects protobuf's slower Python implementation. Before MindSpore 2.10, its
         # generated code needs that implementation.

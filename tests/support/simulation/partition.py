@@ -5,14 +5,11 @@ once per call. MindSpore itself inlines them in a graph around the loaded one, w
 no_inline and defer_inline, but Adam is then wrong from its second update on (2.10.0).
 """
 
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn
 from mindspore._c_expression import MSContext, ms_ctx_param
 from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.graph.api import _cell_graph_executor
@@ -37,13 +34,9 @@ _PURPOSES = (
     ("gradredistribution_op", "another layout, backward"),
     ("redistribution_op", "another layout, forward"),
 )
-# The dtypes of 1, 2, 4 and 8 bytes.
-_NAMES = ("BOOL INT8 UINT8", "FLOAT16 BFLOAT16 INT16 UINT16", "FLOAT INT32 UINT32", "DOUBLE FLOAT64 INT64 UINT64")
-_DTYPES = mind_ir_pb2.TensorProto.DataType
-_BYTES = {_DTYPES.Value(name): 1 << i for i, names in enumerate(_NAMES) for name in names.split()}
 
 
-def connect() -> tuple[int, int]:
+def connect():
     """Connect this process to the others; return its rank and their number."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     init()
@@ -53,7 +46,7 @@ def connect() -> tuple[int, int]:
 
 
 @contextmanager
-def gpu_target() -> Iterator[None]:
+def gpu_target():
     """Make the compiler see a GPU as the device of this machine."""
     context = MSContext.get_instance()
     before = context.get_param(ms_ctx_param.device_target)
@@ -64,7 +57,7 @@ def gpu_target() -> Iterator[None]:
         context.set_param(ms_ctx_param.device_target, before)
 
 
-def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
+def partition(cell, *inputs):
     """Return the GPU program that the compiler makes from ``cell`` for this rank, as a MindIR model without calls."""
     # In an export phase, the back end, which would look for the device, does not run.
     cell.phase = "export.train"
@@ -76,7 +69,7 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     return model
 
 
-def _inline(model: Any) -> None:
+def _inline(model):
     """Inline all calls in a model, except those of a Switch's branches."""
     inliner = _Inliner(model)
     nodes = (node for graph in [*model.functions, model.graph] for node in graph.node)
@@ -87,25 +80,25 @@ def _inline(model: Any) -> None:
     _drop_unused(model)
 
 
-def operator_names(model: Any) -> dict[str, str]:
+def operator_names(model):
     return {f"{_CALL}{primitive.name}": primitive.op_type for primitive in model.primitives}
 
 
 class _Inliner:
     """Rewrites the graphs of a model, with copies of its original functions."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.operators = operator_names(model)
         self.functions = {function.name: deepcopy(function) for function in model.functions}
         self.copies = 0
 
-    def rewrite(self, graph: Any, constants: Iterable[Any], keeps: bool) -> None:
+    def rewrite(self, graph, constants, keeps):
         """Replace calls in ``graph`` by the nodes of the functions. With ``keeps`` it also gets the constants."""
         nodes, names = list(graph.node), dict[str, str]()
         del graph.node[:]
         # Known values by name: a list is a tuple's items, a tuple is a function and its first arguments, a number
         # itself.
-        self.known: dict[str, Any] = {}
+        self.known = {}
         self.out = graph.node
         for constant in constants:
             self._learn("Constant", constant)
@@ -114,7 +107,7 @@ class _Inliner:
         for output in graph.output:
             output.name = names.get(output.name, output.name)
 
-    def _emit(self, nodes: Iterable[Any], names: dict[str, str], suffix: str) -> None:
+    def _emit(self, nodes, names, suffix):
         """Add copies of ``nodes``, renamed by ``names``; ``suffix`` is appended to the names of their outputs."""
         for node in nodes:
             inputs = [names.get(name, name) for name in node.input]
@@ -144,7 +137,7 @@ class _Inliner:
                     self._learn(operator, node)
                 self.out.append(node)
 
-    def _learn(self, operator: str, node: Any) -> None:
+    def _learn(self, operator, node):
         """Remember the output of a node, if a call or an item of a tuple may need it later."""
         name, inputs = node.output[0], list(node.input)
         if operator == "MakeTuple":
@@ -160,7 +153,7 @@ class _Inliner:
             raise NotImplementedError("a function that waits for another value")
 
 
-def _renamed(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -> Any:
+def _renamed(node, inputs, suffix, names):
     """Return a copy of ``node`` with these inputs and new outputs, which are entered in ``names``."""
     copy = deepcopy(node)
     del copy.input[:]
@@ -172,10 +165,10 @@ def _renamed(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -
     return copy
 
 
-def _drop_unused(model: Any) -> None:
+def _drop_unused(model):
     """Drop unused constants, functions and tuples of functions."""
     operators = operator_names(model)
-    needed: set[str] = set()
+    needed = set()
     # The main graph has the constants, so process it after the graphs that may need one.
     for graph in [*model.functions, model.graph]:
         needed.update(output.name for output in graph.output)
@@ -188,7 +181,7 @@ def _drop_unused(model: Any) -> None:
         del graph.node[:]
         graph.node.extend(reversed(kept))
     functions = {function.name: function for function in model.functions}
-    reached: set[str] = set()
+    reached = set()
     new = [model.graph]
     while new:
         names = {name for node in new.pop().node for name in node.input if name in functions} - reached
@@ -199,36 +192,28 @@ def _drop_unused(model: Any) -> None:
 
 
 class Collective(NamedTuple):
-    """A collective operator: its class, its group and (if listed) its ranks, its purpose, and the bytes per rank."""
+    """A collective operator: its class, its group, its purpose, and its node and primitive in the program."""
 
     operator: str
     group: str
-    ranks: tuple[int, ...] | None
     purpose: str
-    nbytes: int
+    node: Any
+    primitive: Any
 
 
-def collectives_of(model: Any) -> list[Collective]:
+def collectives_of(model):
     primitives = {f"{_CALL}{each.name}": each for each in model.primitives if each.op_type in COLLECTIVES}
     sent = []
     for node in (node for graph in [model.graph, *model.functions] for node in graph.node):
         if node.op_type in primitives:
             primitive = primitives[node.op_type]
-            group, listed = attribute_of(primitive, "group", ""), attribute_of(primitive, "group_ranks", "")
-            ranks = tuple(map(int, listed.split("-"))) if listed[:1].isdigit() else None
             purposes = (purpose for part, purpose in _PURPOSES if part in primitive.instance_name)
-            outputs = (tensor for each in node.attribute if each.name == "shape" for tensor in each.tensors)
-            nbytes, size = sum(map(tensor_bytes, outputs)), attribute_of(primitive, "rank_size", 1)
-            nbytes = {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(primitive.op_type, nbytes)
-            sent.append(Collective(primitive.op_type, group, ranks, next(purposes, "something else"), nbytes))
+            purpose, group = next(purposes, "something else"), attribute_of(primitive, "group", "")
+            sent.append(Collective(primitive.op_type, group, purpose, node, primitive))
     return sent
 
 
-def tensor_bytes(tensor: Any) -> int:
-    return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
-
-
-def attribute_of(primitive: Any, name: str, default: str | int) -> Any:
+def attribute_of(primitive, name, default):
     """Return an attribute of a primitive (a string or a number, as ``default``), or ``default``."""
     found = next((attribute for attribute in primitive.attribute if attribute.name == name), None)
     value = default if found is None else found.s if isinstance(default, str) else found.i
