@@ -374,8 +374,8 @@ class StepOrders(Modelled):
             step.add_callback(callback)
             self.built[:] = network, step, callback
         self.network, self.step, self.callback = self.built
-        self.step.body.accumulation_steps = self.steps = steps
         self.step.drop()
+        self.step.body.accumulation_steps = self.steps = steps
         self.network.weight.set_data(ops.zeros_like(self.network.weight))
         self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
         events = self.step.events
