@@ -16,8 +16,6 @@ Y = np.float32([[1], [0], [2], [1], [3]])
 
 
 class Losses(nn.Cell):
-    """A mean loss, and two more of other weights, in some form."""
-
     def __init__(self, form):
         super().__init__()
         self.first, self.second = (

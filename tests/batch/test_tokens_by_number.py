@@ -24,8 +24,6 @@ START = np.random.default_rng(1).normal(size=(CLASSES, 3)).astype(np.float32)
 
 
 class TokenMean(nn.Cell):
-    """A mean over tokens, NaN without any, alone or with the number of tokens."""
-
     def __init__(self, network, returns_tokens):
         super().__init__()
         self.network, self.returns_tokens = network, returns_tokens

@@ -96,7 +96,6 @@ PIECES = {"embedding": slice(0, 2), "head.bias": slice(2, 3), "head.weight": sli
 
 
 def clipped_in(groups):
-    """The mean gradient with each group of names scaled down to its limit, in float64."""
     gradient = MEANS.copy()
     for names, limit in groups:
         columns = np.concatenate([np.r_[PIECES[name]] for name in names])

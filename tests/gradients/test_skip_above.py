@@ -49,7 +49,6 @@ def rows(norm):
 
 
 def trained_by_numpy(norms):
-    """The weights after an update of each of these windows by Momentum with a weight decay and a list of rates."""
     weight, velocity = np.zeros(2), np.zeros(2)
     for norm, rate in zip(norms, RATES, strict=True):
         velocity = 0.9 * velocity + np.array([0.6, 0.8]) * norm + DECAY * weight
@@ -58,7 +57,6 @@ def trained_by_numpy(norms):
 
 
 def run_windows(step, norms, split=False):
-    """Train windows of these norms, of one batch or of two. Return whether each has updated."""
     updated = []
     for norm in norms:
         for part in np.split(rows(norm), 2) if split else [rows(norm)]:

@@ -23,7 +23,7 @@ def test_four_batches_of_a_window_are_the_whole_batch(mode):
 
 
 def test_the_loss_is_the_mean_of_its_batch_and_the_report_that_of_the_window():
-    _, accumulator = toy_loop(2)
+    network, accumulator = toy_loop(2)
     losses, outputs, norms = [], [], []
     for each in (batch(1), batch(2, 3)):
         with accumulator.accumulate():
@@ -36,6 +36,10 @@ def test_the_loss_is_the_mean_of_its_batch_and_the_report_that_of_the_window():
     assert isinstance(output, StepOutput) and output.is_updated
     assert number(output.loss) == pytest.approx(56 / 3) and number(output.weight) == 3
     assert number(norms[1]) == number(output.grad_norm) == pytest.approx(56 / 3)
+    weight = weight_of(network)
+    again = accumulator.step()  # It does nothing.
+    assert accumulator.updated and not again.is_updated and number(again.weight) == 0
+    assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]
 
 
 def gradient_function(network, optimizer):

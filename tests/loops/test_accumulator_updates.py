@@ -214,3 +214,29 @@ def test_flush_clips_as_the_loop_does(clip, clipped):
     output = accumulator.flush()
     np.testing.assert_allclose(-network.weight.asnumpy(), clipped, rtol=1e-6)
     assert number(output.clipped_grad_norm) == pytest.approx(np.linalg.norm(clipped))
+
+
+@pytest.mark.parametrize(
+    "how, before, ends, result",
+    [
+        ("flush", True, [2, 5, 9], 4),
+        ("flush", False, [2, 6, 10], 6),
+        ("drop", True, [5, 9], 2),
+        ("drop", False, [6, 10], 3),
+    ],
+)
+def test_flush_and_drop_inside_a_batch_do_not_shift_the_next_boundary(how, before, ends, result):
+    """The third batch belongs to the next window, or to the one that ends."""
+    _, accumulator = toy_loop(4)
+    updates = []
+    for index, each in enumerate(FOUR * 3):
+        with accumulator.accumulate():
+            if index == 2 and before:
+                found = getattr(accumulator, how)()
+            accumulator.backward(*each)
+            if index == 2 and not before:
+                found = getattr(accumulator, how)()
+            accumulator.step()
+        updates.append(accumulator.updated)
+    assert result == (number(found.weight) if how == "flush" else found)
+    assert [index for index, update in enumerate(updates) if update] == ends

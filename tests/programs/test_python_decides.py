@@ -93,8 +93,6 @@ class EarlyExit(Net):
 
 
 class NumpyOfValues(Net):
-    """NumPy on values that are known only while the step runs."""
-
     def construct(self, x, y):
         weights = Tensor(np.abs(y.asnumpy()))
         return (ops.square(self.forward(x) - y) * weights).mean()
@@ -146,8 +144,6 @@ def clipped(grad):
 
 
 class HookedTensor(Net):
-    """Clips what comes back to a tensor, which is not linear."""
-
     def construct(self, x, y):
         hidden = ops.tanh(self.first(x))
         hidden.register_hook(clipped)

@@ -202,8 +202,6 @@ def test_a_dataset_with_other_columns_than_the_network(columns):
 
 
 class Stumbling(Callback):
-    """Raises at one of the events of a training, the second time that it comes."""
-
     def __init__(self, event):
         super().__init__()
         self.left = 2

@@ -34,6 +34,16 @@ def test_a_window_is_clipped_in_one_way():
     assert number(accumulator.step().clipped_grad_norm) == 1
 
 
+def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
+    _, accumulator = toy_loop(2)
+    accumulator.backward(*FOUR[0])
+    with accumulator.accumulate():
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "backward() must come"):
+            accumulator.backward(*FOUR[1])
+        accumulator.zero_grad()
+
+
 def classifier_loop(**settings):
     network = nn.Dense(1, 3, "ones", "zeros")
     optimizer = momentum(network, 0.1)
@@ -298,8 +308,6 @@ TestAccumulatorOrders.settings = examples(20, stateful_step_count=25)
 
 
 class Stumbling:
-    """A callback that raises at one of the events of a step, once."""
-
     at = None
 
     def on_micro_batch_begin(self, event):

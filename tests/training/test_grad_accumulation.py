@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 class Regression(nn.Cell):
-    """y = x @ weight + bias, trained on the mean over the rows of the squared error."""
-
     def __init__(self, columns):
         super().__init__()
         self.weight = Parameter(Tensor(np.linspace(-1, 1, columns), ms.float32), "weight")
