@@ -1,13 +1,13 @@
 """The Advisor: it changes no training, and its own errors end none."""
 
-import warnings
-
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import sgd
 from mindspore import Tensor, nn, value_and_grad
 from open_window import silent_advisor
-from refusal import all_warnings, refuses, warns
+from refusal import no_warning, refuses, told, warns
+from step_probe import Of, sgd_step
 from test_loss_measurement import everything_trained
 
 from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, TrainOneStepCell
@@ -34,14 +34,17 @@ def step_of(network, **settings):
     return TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9), **settings).set_train()
 
 
-def trained(x=X, windows=3, **settings):
+def trained(x=X, windows=3):
     """Return the loss of each batch and the weights after some windows of two batches, and the warnings."""
     network = dense()
-    with all_warnings() as caught:
-        step = step_of(network, accumulation_steps=2, **settings)
+    with told("For '") as said:
+        step = step_of(network, accumulation_steps=2)
         losses = [step(Tensor(x), Tensor(Y)).loss.asnumpy().tobytes() for _ in range(2 * windows)]
-    said = [str(each.message) for each in caught if each.category is GradAccumulationWarning]
     return losses, network.weight.asnumpy().tobytes(), said
+
+
+def normalised():
+    return nn.SequentialCell(nn.Dense(3, 3), nn.BatchNorm1d(3), nn.Dense(3, 1))
 
 
 def breaks(*_):
@@ -86,12 +89,10 @@ def test_an_error_in_the_explanation_of_an_error_leaves_the_error_as_it_is(monke
 
 
 def test_a_filter_that_makes_errors_of_warnings_stops_the_batch_and_not_the_training():
-    network = nn.SequentialCell(nn.Dense(3, 3), nn.BatchNorm1d(3), nn.Dense(3, 1))
+    network = normalised()
     step = step_of(network)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", GradAccumulationWarning)
-        with pytest.raises(GradAccumulationWarning, match="BatchNorm1d takes the mean"):
-            step(Tensor(X), Tensor(Y))
+    with no_warning(), pytest.raises(GradAccumulationWarning, match="BatchNorm1d takes the mean"):
+        step(Tensor(X), Tensor(Y))
     before = network[0].weight.asnumpy().copy()
     assert bool(step(Tensor(X), Tensor(Y)).updated)
     assert np.abs(network[0].weight.asnumpy() - before).max() > 0
@@ -104,29 +105,16 @@ def test_a_training_is_the_same_with_a_silent_one(request):
 
 
 def test_a_silent_one_says_nothing_but_explains_errors(silent):
-    network = nn.SequentialCell(nn.Dense(3, 3), nn.BatchNorm1d(3), nn.Dense(3, 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", GradAccumulationWarning)
-        step_of(network)(Tensor(X), Tensor(Y))
-    square = np.eye(8, dtype=np.float32)
-
-    class Masked(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.dense = dense()
-
-        def construct(self, x, mask):
-            return ms.ops.matmul(mask, self.dense(x)).mean()
-
-    cell = Masked()
-    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    with no_warning():
+        step_of(normalised())(Tensor(X), Tensor(Y))
+    step = sgd_step(Of(dense(), lambda out, mask: ms.ops.matmul(mask, out).mean()))
     with refuses(Exception, "may be split"):
-        step(Tensor(X), Tensor(square))
+        step(Tensor(X), Tensor(np.eye(8, dtype=np.float32)))
 
 
 def test_gradients_of_a_loop_are_seen_where_nothing_else_is_left_to_see(monkeypatch):
     network = dense()
-    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 2)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network, 0.1), 2)
     grad_fn = value_and_grad(nn.WithLossCell(network, nn.MSELoss()), None, network.trainable_params())
     monkeypatch.setattr(GradientWatch, "note", breaks)
     with warns("check that only") as caught:

@@ -7,12 +7,12 @@ from unittest import mock
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, line
+from linear_toy import X, line, sgd
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.api import _pynative_executor
 from open_window import buffer_of, compiled_micro_steps, window_of
 from refusal import refuses
-from step_probe import KeepGradients, compilations, keeping_step, number, tensors
+from step_probe import KeepGradients, Learned, compilations, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import compiled as compiled_module
@@ -24,7 +24,6 @@ GRADIENT = -102  # of the line at weight 0 for the eight rows of BATCH
 
 @pytest.fixture(autouse=True)
 def graph_mode(restored_mode):
-    """Compile, but for tests that say otherwise."""
     ms.set_context(mode=ms.GRAPH_MODE)
 
 
@@ -70,8 +69,6 @@ def test_a_cell_that_is_freed_meanwhile_costs_no_second_compilation(monkeypatch)
 
 
 class Counting(KeepGradients):
-    """An optimizer that counts in Python how often it runs."""
-
     runs = 0
 
     def construct(self, gradients):
@@ -125,24 +122,25 @@ def test_what_runs_op_by_op_is_not_told_of_changing_shapes():
     assert increment.general_cell is not None and not told.called
 
 
-class Scores(OneWeight):
-    """Sums that mix both axes of its input, which may both change."""
-
-    def construct(self, x):
-        return (ops.softmax(x * self.weight, -1) * x).sum()
+def scores(weight, x):
+    """A sum that mixes both axes of its input, which may both change."""
+    return (ops.softmax(x * weight, -1) * x).sum()
 
 
-class Columns(Scores):
+def columns(weight, x):
     """The same, from a tuple of columns, whose number a graph must know."""
+    return scores(weight, ops.stack(ops.unstack(x, -1), -1))
 
-    def construct(self, x):
-        x = ops.stack(ops.unstack(x, -1), -1)
-        return (ops.softmax(x * self.weight, -1) * x).sum()
+
+def three_columns(weight, x):
+    return scores(weight, x) + 0 * ops.MatMul()(x, ops.ones((3, 1))).sum()
+
+
+def compiled_cell(function):
+    return Compiled(lambda: Learned([1.0], function), "Test", "the cell")
 
 
 class NoProduct(OneWeight):
-    """A loss cell whose matrix product fits no input."""
-
     def construct(self, x, y):
         scaled = x * self.weight
         return ops.MatMul()(scaled, ops.ones((7, 7))).mean()
@@ -154,24 +152,17 @@ def test_an_error_of_the_compiler_begins_with_the_users_line():
         keeping_step(NoProduct(), 2)(*BATCH)
 
 
-class ThreeColumns(Scores):
-    """The same for three columns."""
-
-    def construct(self, x):
-        return (ops.softmax(x * self.weight, -1) * x).sum() + 0 * ops.MatMul()(x, ops.ones((3, 1))).sum()
-
-
 def scores_by_hand(x):
     powers = np.exp(x.astype(np.float64))
     return (powers / powers.sum(-1, keepdims=True) * x).sum()
 
 
-def call_with_shapes(compiled_cell, shapes):
+def call_with_shapes(cell, shapes):
     random = np.random.default_rng(0)
     with compilations() as compiled:
         for shape in shapes:
             x = random.normal(size=shape).astype(np.float32)
-            assert number(compiled_cell(Tensor(x))) == pytest.approx(scores_by_hand(x), rel=1e-5)
+            assert number(cell(Tensor(x))) == pytest.approx(scores_by_hand(x), rel=1e-5)
     return len(compiled)
 
 
@@ -187,14 +178,14 @@ class Unnamed(nn.Cell):
 def test_a_construct_without_self_is_named_with_its_line():
     ms.set_context(mode=ms.GRAPH_MODE)
     cell = nn.SequentialCell(Unnamed())[0]
-    step = TrainOneStepCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    step = TrainOneStepCell(cell, sgd(cell, 0.1))
     line = Unnamed.construct.__code__.co_firstlineno
     with refuses(TypeError, f"a construct of Unnamed at {__file__}:{line} with 'this' first", "'self'"):
         step(*BATCH)
 
 
 def test_lengths_that_begin_to_change_later_take_one_more_graph():
-    cell = Compiled(Scores, "Test", "the cell")
+    cell = compiled_cell(scores)
     assert call_with_shapes(cell, [(rows, 5) for rows in range(1, 12)]) == MAX_FIXED_SHAPES + 1
     assert call_with_shapes(cell, [(rows, 3 + rows % 7) for rows in range(1, 30)]) == 1
     # The shapes that came first still have their own, faster graphs.
@@ -202,15 +193,14 @@ def test_lengths_that_begin_to_change_later_take_one_more_graph():
 
 
 def test_a_network_that_needs_fixed_lengths_gets_one_graph_per_shape():
-    cell = Compiled(Columns, "Test", "the cell")
+    cell = compiled_cell(columns)
     shapes = [(2, columns) for columns in range(1, 9)]
     assert call_with_shapes(cell, shapes) == len(shapes)
     assert call_with_shapes(cell, shapes) == 0
 
 
 def test_a_wrong_batch_does_not_change_how_others_are_compiled():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    cell = Compiled(ThreeColumns, "Test", "the cell")
+    cell = compiled_cell(three_columns)
     for rows in range(1, MAX_FIXED_SHAPES + 1):
         call_with_shapes(cell, [(rows, 3)])
         with pytest.raises(ValueError, match="For 'MatMul' the input dimensions must be equal"):
@@ -219,8 +209,6 @@ def test_a_wrong_batch_does_not_change_how_others_are_compiled():
 
 
 class Unsupported(OneWeight):
-    """A loss cell with a statement that graphs do not have."""
-
     def construct(self, x, y):
         try:
             return ops.square(x * self.weight - y).mean()
@@ -281,11 +269,10 @@ def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
     assert not compiled and step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
 
 
-class TooFewRows(OneWeight):
-    def construct(self, x):
-        if (x * self.weight).shape[0] < 100:
-            raise ValueError("too few rows")
-        return x.mean()
+def too_few_rows(weight, x):
+    if (x * weight).shape[0] < 100:
+        raise ValueError("too few rows")
+    return x.mean()
 
 
 @pytest.mark.parametrize("op_by_op", [True, False])
@@ -293,7 +280,7 @@ def test_errors_in_pynative_mode_leave_nothing_behind(op_by_op, monkeypatch):
     ms.set_context(mode=ms.PYNATIVE_MODE)
     if op_by_op:
         monkeypatch.setenv("MS_JIT", "0")
-    step = keeping_step(TooFewRows(), 1, compile=True)
+    step = keeping_step(Learned([1.0], too_few_rows), 1, compile=True)
     for _ in range(3):
         with pytest.raises(ValueError, match="too few rows"):
             step(Tensor(X))
@@ -304,9 +291,6 @@ def test_errors_in_pynative_mode_leave_nothing_behind(op_by_op, monkeypatch):
 class Scaled(OneWeight):
     def construct(self, x, factor):
         return (x * self.weight).mean() * factor
-
-
-MANY = "must keep their structure and Python values, but got 8 different ones"
 
 
 def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
@@ -320,7 +304,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
     with pytest.warns() as warned:
         for factor in range(6):
             step(Tensor(X), factor)
-    assert [MANY in str(w.message) for w in warned] == [True] and warned[0].filename == __file__
+    assert ["but got 8 different ones" in str(w.message) for w in warned] == [True] and warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("when", ["on the network", "before the first call", "after the first call"])
@@ -364,8 +348,6 @@ class FrontBlock(LazyBlock):
 
 
 class Blocks(nn.Cell):
-    """Blocks of one kind, each with weights of its own, and one that is never called."""
-
     def __init__(self, kind):
         super().__init__()
         self.blocks, self.unused = nn.SequentialCell([kind() for _ in range(3)]), kind()

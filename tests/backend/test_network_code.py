@@ -7,6 +7,7 @@ import types
 import pytest
 from mindspore import mint, nn, ops
 from mindspore.common._grad_function import _Function
+from strategies import endless
 
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.parallel import factory
@@ -48,8 +49,6 @@ PACKAGE = module("users_package", inner=MODULE)
 
 
 class Helper:
-    """An object that is no cell."""
-
     function = staticmethod(doubled)
 
     def hook(self, x):
@@ -65,8 +64,6 @@ class Backward(nn.Cell):
 
 
 class WithCell:
-    """An object whose class has a cell."""
-
     cell = Backward()
 
 
@@ -136,6 +133,7 @@ WITH_HOOK = {
     "a cell made in construct": lambda: calling("Backward()(x)"),
     "a function of MindSpore's kind": lambda: calling("OwnFunction.apply(x)"),
     "a partial": lambda: Net(functools.partial(hooking)),
+    "a cell": lambda: Net(Backward()),
     "a cell in a list": lambda: Net([Backward()]),
     "a cell in a helper": lambda: Net(types.SimpleNamespace(inner=[Net(), Backward()])),
     "a hook of a hidden cell": lambda: Net([hooked_cell()]),
@@ -151,9 +149,9 @@ def hooked_cell():
     return cell
 
 
-@pytest.mark.parametrize("name", WITH_HOOK)
-def test_a_backward_pass_of_its_own_is_found(name):
-    assert NetworkCode(WITH_HOOK[name]()).has_own_backward()
+@pytest.mark.parametrize("build", WITH_HOOK.values(), ids=WITH_HOOK)
+def test_a_backward_pass_of_its_own_is_found(build):
+    assert NetworkCode(build()).has_own_backward()
 
 
 def recomputed():
@@ -168,21 +166,11 @@ class NoDict:
         raise RuntimeError("no dict")
 
 
-def not_initialised():
-    return Net({"cell": nn.Cell.__new__(Net)})
-
-
 def module_of_both():
     """A module has the name of a method, and something else of it is called."""
     network = calling("self.hook_there(x) + MODULE.double_there(x)")
     type(network).hook_there = lambda self, x: x
     return network
-
-
-def endless():
-    items = [1, 2]
-    items.append(items)
-    return items
 
 
 WITHOUT = {
@@ -193,14 +181,14 @@ WITHOUT = {
     "odd attributes": lambda: Net({"odd": Odd(), "class": Odd, "in another": types.SimpleNamespace(odd=Odd())}),
     "a name that is also in a module": module_of_both,
     "an object without a dict": lambda: Net(NoDict()),
-    "a cell that was not initialised": not_initialised,
+    "a cell that was not initialised": lambda: Net({"cell": nn.Cell.__new__(Net)}),
     "a list that has itself": lambda: Net(endless()),
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
-def test_where_there_is_none_there_is_none(name):
-    assert not NetworkCode(WITHOUT[name]()).has_own_backward()
+@pytest.mark.parametrize("build", WITHOUT.values(), ids=WITHOUT)
+def test_where_there_is_none_there_is_none(build):
+    assert not NetworkCode(build()).has_own_backward()
 
 
 class Pretender:

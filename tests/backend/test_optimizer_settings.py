@@ -27,8 +27,6 @@ from ms_gradaccum import Accumulator, TrainOneStepCell
 
 
 class GrowingDecay(nn.Cell):
-    """A weight decay that follows the number of updates."""
-
     def construct(self, global_step):
         return 0.05 * global_step
 
@@ -50,8 +48,6 @@ class AddedMatrices(nn.Cell):
 
 
 class HalfFirstLayer(nn.Cell):
-    """A float16 layer before a float32 one."""
-
     def __init__(self):
         super().__init__()
         self.first = dense(3, 4, 0.3, 0.9, seed=1)
@@ -85,11 +81,8 @@ def weights_and_biases(network):
 
 def momentum_groups(network):
     weights, biases = weights_and_biases(network)
-    groups = [
-        {"params": biases, "lr": 0.02},
-        {"params": weights, "weight_decay": 0.1},
-        {"order_params": network.trainable_params()},
-    ]
+    groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
+    groups.append({"order_params": network.trainable_params()})
     return nn.Momentum(groups, 0.01, 0.9, weight_decay=0.0, loss_scale=8.0)
 
 
@@ -99,23 +92,16 @@ def dynamic_decay_groups(network):
     return nn.Momentum(groups, 0.01, 0.9, use_nesterov=True)
 
 
-CASES = {
-    "groups with rates, decay, order and loss scale": (one_layer, momentum_groups),
-    "dynamic decay of a group": (one_layer, dynamic_decay_groups),
-}
-
-
 @functools.cache
-def trained(case):
-    make_network, make_optimizer = CASES[case]
+def trained(make_network, make_optimizer):
     whole = WholeBatch(make_network, make_optimizer)
     assert_not_vacuous(whole, micro_size=4)
     return whole, accumulate(make_network, make_optimizer, 4, BOTH)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_settings_of_an_optimizer_keep_their_effect(case, mode):
-    whole, results = trained(case)
+@pytest.mark.parametrize("make_optimizer", [momentum_groups, dynamic_decay_groups])
+def test_settings_of_an_optimizer_keep_their_effect(make_optimizer, mode):
+    whole, results = trained(one_layer, make_optimizer)
     assert_like_whole_batch(whole, *results[mode])
 
 
@@ -190,14 +176,8 @@ def rate_groups(network):
     return nn.Momentum(groups, 0.001, 0.5)
 
 
-@functools.cache
-def trained_with_rates():
-    def make_network():
-        return RowLoss(AddedMatrices(len(RATES)))
-
-    whole = WholeBatch(make_network, rate_groups)
-    assert_not_vacuous(whole, micro_size=4)
-    return whole, accumulate(make_network, rate_groups, 4, BOTH)
+def added_matrices():
+    return RowLoss(AddedMatrices(len(RATES)))
 
 
 def rate_at(rate, update):
@@ -207,34 +187,34 @@ def rate_at(rate, update):
 
 
 def test_every_schedule_moves_once_per_update(mode):
-    whole, results = trained_with_rates()
+    whole, results = trained(added_matrices, rate_groups)
     assert_like_whole_batch(whole, *results[mode])
 
 
 def test_output_reports_the_learning_rates_that_the_update_used(mode):
-    _, results = trained_with_rates()
-    outputs, _ = results[mode]
+    outputs, _ = trained(added_matrices, rate_groups)[1][mode]
     for update, output in enumerate(outputs):
         expected = [rate_at(rate, update) for rate in RATES]
         # The powers in a compiled schedule differ from those of an eager one by 1e-5.
         np.testing.assert_allclose(output.learning_rate.asnumpy(), expected, rtol=1e-4)
 
 
+def half_first_layer():
+    return RowLoss(HalfFirstLayer())
+
+
 @pytest.mark.parametrize(
-    "optimizer,settings",
-    [(nn.Momentum, {"learning_rate": 0.005, "momentum": 0.9}), (nn.Adam, {"learning_rate": 0.1, "eps": 1.0})],
+    "make_optimizer",
+    [
+        lambda network: nn.Momentum(network.trainable_params(), 0.005, 0.9),
+        lambda network: nn.Adam(network.trainable_params(), 0.1, eps=1.0),
+    ],
 )
-def test_float16_weights_get_float16_gradients(optimizer, settings):
-    def make_network():
-        return RowLoss(HalfFirstLayer())
-
-    def make_optimizer(network):
-        return optimizer(network.trainable_params(), **settings)
-
+def test_float16_weights_get_float16_gradients(make_optimizer):
     # Op by op, what is in float16 is rounded elsewhere.
-    whole = WholeBatch(make_network, make_optimizer, compiled=True)
+    whole = WholeBatch(half_first_layer, make_optimizer, compiled=True)
     # A float16 has 11 bits, and the micro batches round each on its own.
     assert_not_vacuous(whole, micro_size=4, tolerance=2e-3, detected=2)
-    for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH).values():
+    for outputs, values in accumulate(half_first_layer, make_optimizer, 4, BOTH).values():
         assert_like_whole_batch(whole, outputs, values, tolerance=2e-3)
         assert {name: v.dtype for name, v in values.items()} == {name: v.dtype for name, v in whole.values.items()}

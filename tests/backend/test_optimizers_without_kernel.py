@@ -4,13 +4,7 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.common.api import _cell_graph_executor
-from optimizer_parity import (
-    RowLoss,
-    accumulated_step,
-    batches,
-    dense,
-    one_layer,
-)
+from optimizer_parity import RowLoss, accumulated_step, batches, dense, one_layer
 from refusal import refuses
 from step_probe import operators
 

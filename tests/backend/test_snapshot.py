@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 from refusal import refuses
+from step_probe import Of
 
 from ms_gradaccum.backend import arrays, snapshot
 from ms_gradaccum.backend.arrays import few_elements
@@ -77,26 +78,20 @@ def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
     assert state.tensors.changed() == [] and state.changed_names() == ["'Attending.calls'"]
 
 
-class Remembering(nn.Cell):
+def remembering():
     """A network whose function keeps its first result."""
+    first = None
 
-    def __init__(self):
-        super().__init__()
-        first = None
+    def remember(x):
+        nonlocal first
+        first = x if first is None else first
+        return first
 
-        def remember(x):
-            nonlocal first
-            first = x if first is None else first
-            return first
-
-        self.remember = remember
-
-    def construct(self, x):
-        return self.remember(x)
+    return Of(nn.Identity(), remember)
 
 
 def test_a_variable_of_a_closure_that_was_none_is_put_back(eager):
-    network = Remembering()
+    network = remembering()
     state = Snapshot(network)
     network(ops.ones(1))
     state.put_back()

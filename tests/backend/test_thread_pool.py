@@ -9,7 +9,7 @@ import pytest
 from mindspore import JitConfig, Tensor, nn
 from open_window import compiled_micro_steps, reducer_of, window_of
 from quick_mindspore import compiling
-from step_probe import Around, Weights, compilations, operators, values_of
+from step_probe import Around, Of, Weights, compilations, operators, sgd_step, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import thread_pool
@@ -23,7 +23,6 @@ def two_cores(monkeypatch, restored_mode):
 
 
 def is_faster(number, width, rows, jit_config=None):
-    """Return the decision for layers like nn.Dense."""
     parameters = [SimpleNamespace(size=size) for size in (width * width, width)] * number
     return thread_pool.thread_pool_is_faster(nn.Cell(), parameters, rows, (), jit_config or {})
 
@@ -75,13 +74,12 @@ def columns(rows, seed=0):
 
 
 def run_by(monkeypatch, pooled):
-    """Have all micro steps run by MindSpore's threads, or none."""
     monkeypatch.setattr(micro_steps, "thread_pool_is_faster", lambda *inputs: pooled)
 
 
-def trained(make_network, **settings):
+def trained(dtype, **settings):
     """A step and all its values after windows of changing shapes, one with a NaN."""
-    network = make_network()
+    network = Weights(3, dtype)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     step = TrainOneStepCell(GradAccumulation(network, 3), optimizer, check_loss=False, **settings)
     for seed, rows in enumerate((9, 9, 7, 6, 6, 9)):
@@ -93,21 +91,21 @@ def trained(make_network, **settings):
 
 
 @pytest.mark.parametrize(
-    "mode, make_network, settings",
+    "mode, dtype, settings",
     [
-        (ms.GRAPH_MODE, lambda: Weights(3), {}),
-        (ms.PYNATIVE_MODE, lambda: Weights(3), {"compile": True}),
-        (ms.GRAPH_MODE, lambda: Weights(3), {"bad_micro_batch": "drop"}),
-        (ms.GRAPH_MODE, lambda: Weights(3, ms.float16), {}),
+        (ms.GRAPH_MODE, ms.float32, {}),
+        (ms.PYNATIVE_MODE, ms.float32, {"compile": True}),
+        (ms.GRAPH_MODE, ms.float32, {"bad_micro_batch": "drop"}),
+        (ms.GRAPH_MODE, ms.float16, {}),
     ],
     indirect=["mode"],
     ids=["GRAPH", "PYNATIVE", "drop", "half"],
 )
-def test_the_results_are_the_same_bit_for_bit(make_network, settings, mode, monkeypatch):
+def test_the_results_are_the_same_bit_for_bit(dtype, settings, mode, monkeypatch):
     with compiling("the network"):
-        step, values = trained(make_network, **settings)
+        step, values = trained(dtype, **settings)
         run_by(monkeypatch, True)
-        pooled_step, pooled_values = trained(make_network, **settings)
+        pooled_step, pooled_values = trained(dtype, **settings)
     assert values.keys() == pooled_values.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(pooled_values[name], value)
@@ -122,22 +120,8 @@ def runs_in_the_pool(step):
     return found.pop()
 
 
-def first_step(network, x, micro_size=2):
-    optimizer = nn.SGD(network.trainable_params(), 1.0)
-    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, check_loss=False)
-    step(x)
-    return step
-
-
-class MeanOf(nn.Cell):
-    """The mean of all that a network returns, as a loss."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x):
-        return self.network(x).mean()
+def mean(out):
+    return out.mean()
 
 
 def ones(*shape):
@@ -155,12 +139,14 @@ def ones(*shape):
     ids=["few rows", "many rows", "few pixels", "many pixels"],
 )
 def test_rows_and_pixels_decide(make, x, pooled):
-    assert runs_in_the_pool(first_step(MeanOf(make()), x)) == pooled
+    step = sgd_step(Of(make(), mean), check_loss=False)
+    step(x)
+    assert runs_in_the_pool(step) == pooled
 
 
 def test_the_first_batch_decides():
-    network = MeanOf(nn.Dense(400, 400))
-    step = first_step(network, ones(400, 400))
+    step = sgd_step(Of(nn.Dense(400, 400), mean), check_loss=False)
+    step(ones(400, 400))
     with compilations() as compiled:
         step(ones(4, 400))
     assert compiled == ["MicroStep"]
@@ -170,8 +156,7 @@ def test_the_first_batch_decides():
 
 def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
-    network = Weights(3)
-    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
+    step = sgd_step(Weights(3), check_loss=False)
     monkeypatch.setattr(reducer_of(step), "is_distributed", True)
     structure, micro_batches, *_ = window_of(step).network.split(columns(4))
     compiled = window_of(step).micro_steps.steps._compile(structure, micro_batches[0], False)
@@ -187,7 +172,7 @@ def test_what_runs_op_by_op_is_not_concerned(how, monkeypatch):
         monkeypatch.setenv("MS_JIT", "0")
     else:
         network.register_forward_hook(lambda cell, inputs, output: None)
-    first_step(network, x)
+    sgd_step(network, rate=1.0)(x)
     np.testing.assert_allclose(network.weight.asnumpy(), -x.asnumpy().mean(0), rtol=1e-5)
 
 
@@ -195,7 +180,7 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     run_by(monkeypatch, True)
     ms.set_context(mode=ms.GRAPH_MODE)
     network = Weights(3)
-    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
+    step = sgd_step(network)
     assert not step.body.micro_step.is_pooled
     program = Around(step)
     program(columns(4))

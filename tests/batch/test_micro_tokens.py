@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_toy import sgd
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from refusal import refuses
@@ -38,8 +39,6 @@ X, LABELS, MASK = token_batch()
 
 
 class Causal(nn.Cell):
-    """Logits of a token from the sum of all tokens up to it."""
-
     def __init__(self):
         super().__init__()
         self.head = nn.Dense(WIDTH, CLASSES, Tensor(START), has_bias=False)
@@ -65,6 +64,11 @@ class RowMean(nn.Cell):
         return self.loss(self.head(means), labels)
 
 
+class Masked(nn.Cell):
+    def construct(self, x, mask):
+        return (x.sum(-1) * mask).sum(1)
+
+
 def token_gradient(x, labels):
     """The mean gradient over all valid tokens, and their mean loss, in float64."""
     hidden = np.tanh(np.cumsum(x.astype(np.float64), 1))
@@ -76,20 +80,17 @@ def token_gradient(x, labels):
     return (shares - one_hot).T @ hidden / len(hidden), -np.log((shares * one_hot).sum(1)).mean()
 
 
-def labels_of(x, labels):
-    return labels != IGNORED
+def assert_trained(network, gradient):
+    np.testing.assert_allclose(network.head.weight.asnumpy(), START - RATE * gradient, rtol=0, atol=1e-6)
 
 
 def by_tokens(network, **settings):
-    settings = {"micro_tokens": LIMIT, "lengths": labels_of, **settings}
+    settings = {"micro_tokens": LIMIT, "lengths": lambda x, labels: labels != IGNORED, **settings}
     return GradAccumulation(network, **settings)
 
 
 def step_of(accumulation, network, **settings):
-    return TrainOneStepCell(accumulation, nn.SGD(network.trainable_params(), RATE), **settings).set_train()
-
-
-# ---- the groups
+    return TrainOneStepCell(accumulation, sgd(network, RATE), **settings).set_train()
 
 
 @examples(200)
@@ -124,9 +125,6 @@ def test_many_batches_have_few_shapes():
     assert len(shapes) <= 12
 
 
-# ---- what it trains
-
-
 def test_the_window_is_that_of_the_whole_batch(mode):
     gradient, loss = token_gradient(X, LABELS)
     network = Causal()
@@ -134,8 +132,8 @@ def test_the_window_is_that_of_the_whole_batch(mode):
     for _ in range(2):
         network.head.weight.set_data(Tensor(START))
         output = step(Tensor(X), Tensor(LABELS))
-        np.testing.assert_allclose(network.head.weight.asnumpy(), START - RATE * gradient, rtol=0, atol=1e-6)
-    assert float(output.loss) == pytest.approx(loss, rel=1e-6)
+        assert_trained(network, gradient)
+    assert float(output.loss) == pytest.approx(loss)
     assert float(output.weight) == sum(LENGTHS)
     # The known wrong answer: the mean of the means of micro batches.
     split = step.network.split(Tensor(X), Tensor(LABELS))
@@ -169,13 +167,13 @@ def test_a_mean_over_rows_counts_by_rows(mode):
     classes = np.arange(len(LENGTHS), dtype=np.int32) % CLASSES
     batch = Tensor(X), Tensor(MASK), Tensor(classes)
     network = RowMean()
-    whole = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), RATE)).set_train()
+    whole = nn.TrainOneStepCell(network, sgd(network, RATE)).set_train()
     expected_loss = float(whole(*batch))
     expected = network.head.weight.asnumpy()
     network = RowMean()
     output = step_of(by_tokens(network, lengths="mask"), network)(*batch)
     np.testing.assert_allclose(network.head.weight.asnumpy(), expected, rtol=0, atol=1e-6)
-    assert float(output.loss) == pytest.approx(expected_loss, rel=1e-6)
+    assert float(output.loss) == pytest.approx(expected_loss)
     assert float(output.weight) == len(LENGTHS)
     # The known wrong answer: each micro batch counts by its tokens.
     assert np.ptp([part.rows for part in by_tokens(network, lengths=1).split(*batch).micro_batches]) > 0
@@ -187,11 +185,7 @@ def test_a_mean_over_rows_counts_by_rows(mode):
     ids=["from the end", "place", "name", "numbers", "list", "mask"],
 )
 def test_lengths_come_from_a_mask_or_from_numbers(lengths):
-    class Network(nn.Cell):
-        def construct(self, x, mask):
-            return (x.sum(-1) * mask).sum()
-
-    split = by_tokens(Network(), lengths=lengths).split(Tensor(X), Tensor(MASK))
+    split = by_tokens(Masked(), lengths=lengths).split(Tensor(X), Tensor(MASK))
     assert [part.rows for part in split.micro_batches] == [1, 1, 2, 2, 4, 2]
 
 
@@ -220,31 +214,20 @@ def test_without_lengths_rows_keep_their_padding_and_order():
     assert {part.tensors[0].shape[1] for part in split.micro_batches} == {LONGEST}
 
 
-def test_loop_and_model_train_the_same(eager):
+def test_a_loop_trains_the_same(eager):
     gradient, loss = token_gradient(X, LABELS)
     network = Causal()
-    accumulator = Accumulator(by_tokens(TokenMeanLoss(network)), nn.SGD(network.trainable_params(), RATE), 2)
-    weights = []
+    accumulator = Accumulator(by_tokens(TokenMeanLoss(network)), sgd(network, RATE), 2)
     for rows in (slice(0, 5), slice(5, 12)):
+        assert np.array_equal(network.head.weight.asnumpy(), START)
         accumulator.backward(Tensor(X[rows]), Tensor(LABELS[rows]))
         output = accumulator.step()
-        weights.append(network.head.weight.asnumpy().copy())
-    assert np.array_equal(weights[0], START)
-    np.testing.assert_allclose(weights[1], START - RATE * gradient, rtol=0, atol=1e-6)
-    assert float(output.loss) == pytest.approx(loss, rel=1e-6)
-    network = Causal()
-    model = Model(by_tokens(TokenMeanLoss(network)), optimizer=nn.SGD(network.trainable_params(), RATE))
-    data = NumpySlicesDataset((X, LABELS), ["x", "labels"], shuffle=False).batch(12)
-    model.train(1, data, dataset_sink_mode=False)
-    np.testing.assert_allclose(network.head.weight.asnumpy(), START - RATE * gradient, rtol=0, atol=1e-6)
+    assert_trained(network, gradient)
+    assert float(output.loss) == pytest.approx(loss)
 
 
 def test_lengths_at_a_place_from_the_end_stay_there_when_a_model_adds_its_label():
-    class Network(nn.Cell):
-        def construct(self, x, mask):
-            return (x.sum(-1) * mask).sum(1)
-
-    with_loss = by_tokens(Network(), lengths=-1, batch_axis=(0, 0), length_axis=(1, 1)).with_loss(nn.MSELoss())
+    with_loss = by_tokens(Masked(), lengths=-1, batch_axis=(0, 0), length_axis=(1, 1)).with_loss(nn.MSELoss())
     assert with_loss.token_limit.lengths == -2
 
 
@@ -256,12 +239,12 @@ def test_a_model_with_a_loss_function_cuts_its_labels_too(eager):
 
     network = Causal()
     accumulation = GradAccumulation(network, micro_tokens=160, batch_axis=(0,), length_axis=(1,))
-    model = Model(accumulation, Loss(), nn.SGD(network.trainable_params(), RATE))
+    model = Model(accumulation, Loss(), sgd(network, RATE))
     labels = np.maximum(LABELS, 0)
     data = NumpySlicesDataset((X, labels), ["x", "labels"], shuffle=False).batch(12)
     model.train(1, data, dataset_sink_mode=False)
     gradient, _ = token_gradient(X, labels)
-    np.testing.assert_allclose(network.head.weight.asnumpy(), START - RATE * gradient, rtol=0, atol=1e-6)
+    assert_trained(network, gradient)
 
 
 def test_verify_compares_it_with_the_padded_batch(eager):
@@ -273,9 +256,6 @@ def test_verify_compares_it_with_the_padded_batch(eager):
     report = verify(by_tokens(network, lengths="mask"), (Tensor(X), Tensor(MASK), classes), None)
     assert not report.equal
     assert "padding that micro_tokens cuts off" in " ".join(report.causes)
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -298,12 +278,8 @@ def test_arguments_that_do_not_fit_are_refused(settings, sentence):
 
 
 def test_a_loss_of_all_rows_is_refused():
-    class Loss(nn.Cell):
-        def construct(self, outputs):
-            return outputs.sum()
-
     with refuses(ValueError, "'micro_tokens'", "left out"):
-        by_tokens(GradCacheLoss(nn.Dense(2, 2), Loss()))
+        by_tokens(GradCacheLoss(nn.Dense(2, 2), nn.MSELoss()))
 
 
 @pytest.mark.parametrize(
@@ -334,9 +310,6 @@ def test_inside_a_larger_graph_it_is_refused():
         Around(step)(Tensor(X), Tensor(LABELS))
 
 
-# ---- graphs
-
-
 def test_a_compiled_step_has_a_graph_per_shape_and_few_of_them(monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -352,7 +325,7 @@ def test_a_compiled_step_has_a_graph_per_shape_and_few_of_them(monkeypatch):
         network.head.weight.set_data(Tensor(START))
         step(Tensor(x), Tensor(labels))
         gradient, _ = token_gradient(x, labels)
-        np.testing.assert_allclose(network.head.weight.asnumpy(), START - RATE * gradient, rtol=0, atol=1e-6)
+        assert_trained(network, gradient)
     (compiled,) = step.windows[0].micro_steps.steps.compiled.values()
     assert len(compiled.graphs) == len(shapes) <= 8
     assert compiled.general_cell is None

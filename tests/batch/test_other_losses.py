@@ -7,6 +7,7 @@ import pickle
 import mindspore as ms
 import numpy as np
 import pytest
+from linear_toy import AtStep
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from refusal import refuses
@@ -88,7 +89,7 @@ def test_they_are_means_over_the_rows_of_the_window(losses, mode):
     check(step(*tensors(*FIRST)), means(FIRST))
     output = step(*tensors(*SECOND))
     check(output, ALL)
-    assert len(output) == 3 and number(output.updated)
+    assert len(output) == 3 and output.is_updated
     first = np.square(X.sum(1, keepdims=True) - Y).mean()
     assert number(output.loss) == pytest.approx(first + (ALL.sum() if losses == "sum" else 0), rel=1e-5)
     # The next window begins with nothing of this one.
@@ -138,17 +139,13 @@ def test_inside_a_larger_graph_they_are_the_ninth_item(losses):
 @pytest.mark.parametrize(("losses", "keys"), [("first", ("1", "2")), (NAMES, NAMES)])
 def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(losses, keys, tmp_path, capsys, eager):
     seen, calls = [], []
-
-    class Seen(ms.train.Callback):
-        def on_train_step_end(self, run_context):
-            seen.append(run_context.original_args().net_outputs)
-
     network = Losses()
     optimizer = KeepGradients(network.trainable_params())
     model = Model(GradAccumulation(network, 2, losses=losses), optimizer=optimizer, accumulation_steps=2)
     data = NumpySlicesDataset((X[:6], Y[:6]), shuffle=False).batch(3)
     logger = MetricsLogger(tmp_path / "run.jsonl", log=lambda numbers, step: calls.append(numbers))
-    callbacks = [Seen(), logger, ProgressBar(live=False)]
+    seeing = AtStep(lambda context: seen.append(context.original_args().net_outputs))
+    callbacks = [seeing, logger, ProgressBar(live=False)]
     model.train(1, data, callbacks)
     expected = means((X[:6], Y[:6]))
     check(seen[-1], expected)
@@ -191,7 +188,7 @@ def test_what_is_left_out_of_the_window_is_left_out_of_them(inside):
     run = Around(step).set_train() if inside else step
     output = run(*tensors(x, Y[:5]))
     output = output if isinstance(output, StepOutput) else StepOutput(*output)
-    assert number(output.updated) and number(output.weight) == 3
+    assert output.is_updated and number(output.weight) == 3
     check(output, means((X[:3], Y[:3])))
     # The window with it would report what it was.
     assert not np.isfinite(number(step_of()(*tensors(x, Y[:5])).other_losses[0]))
@@ -204,7 +201,7 @@ def test_one_that_is_not_finite_itself_skips_nothing(eager):
             return loss, one / 0, two
 
     output = step_of(Endless(), bad_micro_batch="drop")(*tensors(*FIRST))
-    assert number(output.updated) and number(output.weight) == 5
+    assert output.is_updated and number(output.weight) == 5
     check(output, [np.inf, means(FIRST)[1]])
 
 

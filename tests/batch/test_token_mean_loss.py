@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_toy import sgd
 from mindspore import Tensor, amp, nn, ops
 from open_window import buffer_of
 from refusal import refuses
-from step_probe import keeping_step, number, tensors
+from step_probe import Of, keeping_step, number, tensors
 from tiers import share_of
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
@@ -22,17 +23,10 @@ START = np.float32([[-0.00748682], [0.53644359]])
 IGNORED = -100
 
 
-def causal_batch():
-    """Eight samples: sample i has the tokens 1 to i + 1, labelled by their remainder mod 2; the rest is padding."""
-    ids = np.zeros((8, 8), np.float32)
-    labels = np.full((8, 8), IGNORED, np.int32)
-    for i in range(8):
-        ids[i, : i + 1] = np.arange(1, i + 2)
-        labels[i, : i + 1] = ids[i, : i + 1] % 2
-    return ids[..., None], labels
-
-
-IDS, LABELS = causal_batch()
+# Eight samples: sample i has the tokens 1 to i + 1, labelled by their remainder mod 2; the rest is padding.
+TOKENS = np.tril(np.tile(np.arange(1, 9), (8, 1)))
+IDS = TOKENS[..., None].astype(np.float32)
+LABELS = np.where(TOKENS > 0, TOKENS % 2, IGNORED).astype(np.int32)
 
 
 def by_hand(ids, labels, weight=START, ignore_index=IGNORED):
@@ -51,18 +45,13 @@ def head(start=START):
     return nn.Dense(1, len(start), Tensor(start), has_bias=False)
 
 
-def sgd_of(network, rate=0.08):
-    return nn.SGD(network.trainable_params(), rate)
-
-
 @functools.cache
 def causal_loop():
     network = head()
-    return network, Accumulator(TokenMeanLoss(network), sgd_of(network))
+    return network, Accumulator(TokenMeanLoss(network), sgd(network, 0.08))
 
 
 def train_causal(parts):
-    """The weights after one window of these parts of the batch."""
     network, accumulator = causal_loop()
     network.weight.set_data(Tensor(START))
     for ids, labels in parts:
@@ -107,26 +96,19 @@ def test_a_batch_without_a_valid_token_counts_nothing():
 def test_a_window_without_a_valid_token_makes_no_update():
     weights, output = train_causal([(IDS, np.full_like(LABELS, IGNORED))] * 2)
     np.testing.assert_array_equal(weights, START.ravel())
-    assert (number(output.updated), number(output.overflow), number(output.weight)) == (False, False, 0)
+    assert (output.is_updated, number(output.overflow), number(output.weight)) == (False, False, 0)
     assert (number(output.loss), number(output.grad_norm)) == (0, 0)
-    # And the next one does.
     np.testing.assert_allclose(train_causal([(IDS, LABELS)])[0], [0.0953, 0.4337], atol=5e-5)
 
 
-class WithOthers(nn.Cell):
+def with_others(out, scale):
     """Logits before other outputs."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.backbone = backbone
-
-    def construct(self, x, scale):
-        return self.backbone(x) * scale, x
+    return out * scale, out
 
 
 @pytest.mark.parametrize("ignore_index", [IGNORED, 1])
 def test_the_sum_and_the_number_of_tokens(ignore_index, mode):
-    loss_cell = TokenMeanLoss(WithOthers(head()), ignore_index)
+    loss_cell = TokenMeanLoss(Of(head(), with_others), ignore_index)
     labels = np.where(LABELS == IGNORED, ignore_index, LABELS)
     loss_sum, tokens = loss_cell(Tensor(IDS), Tensor(1.0), Tensor(labels))
     expected, valid, _ = by_hand(IDS, labels, ignore_index=ignore_index)
@@ -165,7 +147,7 @@ def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeyp
     step(*tensors(MANY, ZEROS))
     output = step(*tensors(MANY[:500], ZEROS[:500]))
     np.testing.assert_allclose(step.optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
-    assert number(output.weight) == 4500 and number(output.updated)
+    assert number(output.weight) == 4500 and output.is_updated
     assert buffer_of(step).sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
     assert number(output.loss) == pytest.approx(np.log(2), rel=1e-3)
 
@@ -184,8 +166,6 @@ def test_wrong_arguments():
 
 
 class OwnLoss(nn.Cell):
-    """A language model that computes its loss itself."""
-
     def __init__(self, weighted=False):
         super().__init__()
         self.head = nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
@@ -207,21 +187,13 @@ class OptionalLabels(OwnLoss):
 @pytest.mark.parametrize(
     ("kind", "error", "key"),
     [
-        (
-            OwnLoss,
-            TypeError,
-            "but got construct(ids, labels) for 1 inputs",
-        ),
-        (
-            OptionalLabels,
-            ValueError,
-            "an axis of classes, but got a scalar",
-        ),
+        (OwnLoss, TypeError, "but got construct(ids, labels) for 1 inputs"),
+        (OptionalLabels, ValueError, "an axis of classes, but got a scalar"),
     ],
 )
 def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, error, key):
     network = kind()
-    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
+    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd(network, 0.08))
     with refuses(error, key, "weighted=True"):
         step(*tensors(IDS, LABELS))
     assert np.array_equal(network.head.weight.asnumpy(), START)
@@ -229,6 +201,6 @@ def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, 
 
 def test_the_way_out_of_a_model_that_computes_its_loss_is_the_token_mean(network_mode):
     network = OwnLoss(weighted=True)
-    step = TrainOneStepCell(GradAccumulation(network, 4, weighted=True), sgd_of(network))
+    step = TrainOneStepCell(GradAccumulation(network, 4, weighted=True), sgd(network, 0.08))
     assert number(step(*tensors(IDS, LABELS)).weight) == 36
     np.testing.assert_allclose(network.head.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)

@@ -1,6 +1,7 @@
 """States on the disk: whole or not at all, and nothing that is damaged or foreign is used."""
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def saved(tmp_path):
 
 
 def assert_refused(state, text, step=None):
-    is_other, step = step is not None, step or new_step()
+    step = step or new_step()
     step(X, X)
     before = held(step)
     with pytest.raises(ValueError) as error:
@@ -64,24 +65,22 @@ def assert_refused(state, text, step=None):
     assert text in message and "Nothing was changed." in message
     assert message.endswith(f"Give the folder of the state before it, {state.parent / 'state-000001'}.")
     assert held(step) == before
-    if not is_other:  # What is offered works.
-        assert load_state(step, state.parent / "state-000001").batches == 0
 
 
 class Killed(BaseException):
     pass
 
 
-def kill_at(number, monkeypatch):
+@contextmanager
+def kill_at(number):
     """Let the program end at the so-manyth thing that it does to the disk; a write is then done by half."""
-    calls = [0]
+    things = itertools.count()
 
     def counted(module, name, by_half=None):
         real = getattr(module, name)
 
         def call(*args, **kwargs):
-            calls[0] += 1
-            if calls[0] - 1 == number:
+            if next(things) == number:
                 if by_half is not None:
                     by_half(*args)
                 raise Killed
@@ -89,13 +88,14 @@ def kill_at(number, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counted(files, "_write", lambda path, data: path.write_bytes(data[: len(data) // 2]))
-    counted(files, "_sync")
-    counted(files.Path, "mkdir")
-    counted(files.Path, "rename")
-    counted(files.shutil, "rmtree", lambda path, **_: next(path.glob("*.json")).unlink(missing_ok=True))
-    monkeypatch.setattr(files, "remove_partial", lambda *_: None)
-    return calls
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted(files, "_write", lambda path, data: path.write_bytes(data[: len(data) // 2]))
+        counted(files, "_sync")
+        counted(files.Path, "mkdir")
+        counted(files.Path, "rename")
+        counted(files.shutil, "rmtree", lambda path, **_: next(path.glob("*.json")).unlink(missing_ok=True))
+        monkeypatch.setattr(files, "remove_partial", lambda *_: None)
+        yield
 
 
 def test_a_kill_at_any_instant_leaves_the_state_before_it_whole(tmp_path):
@@ -107,13 +107,10 @@ def test_a_kill_at_any_instant_leaves_the_state_before_it_whole(tmp_path):
         before = held(step)
         step(X, 2 * X)
         after = held(step)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            kill_at(number, monkeypatch)
-            try:
-                save_state(step, folder, keep_checkpoint_max=2)
-                killed = False
-            except Killed:
-                killed = True
+        killed = True
+        with kill_at(number), suppress(Killed):
+            save_state(step, folder, keep_checkpoint_max=2)
+            killed = False
         loaded = new_step()
         state = load_state(loaded, folder).path.name
         assert (state, held(loaded)) in [("state-000002", before), ("state-000003", after)]
@@ -138,6 +135,7 @@ def test_a_full_disk_is_told_and_loses_nothing(saved):
     assert save_state(step, saved.parent).path.name == "state-000003"
 
 
+WHOLE, OWN = "parameters-00000.safetensors", "rank_0/parameters-00000.safetensors"
 DAMAGES = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not have the"),
     "other byte": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"), "has another checksum"),
@@ -147,33 +145,36 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("file", ["parameters-00000.safetensors", "rank_0/parameters-00000.safetensors"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_the_state_before_it_offered(damage, file, saved):
-    change, text = DAMAGES[damage]
+@pytest.mark.parametrize("file", [WHOLE, OWN])
+@pytest.mark.parametrize("change, text", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_and_the_state_before_it_offered(change, text, file, saved):
     change(saved / file)
     assert_refused(saved, f"{saved / file} {text}")
+
+
+def sign(state, manifest):
+    (state / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
 
 
 def with_checksum(state, name, data):
     """Put other bytes into a file, and what belongs to them into the manifest."""
     (state / name).write_bytes(data)
     manifest = json.loads((state / files.MANIFEST).read_text())
-    facts = {"size": len(data), "sha256": files.hashlib.sha256(data).hexdigest()}
-    manifest["files"][name] = facts
-    (state / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
+    manifest["files"][name] = {"size": len(data), "sha256": files.hashlib.sha256(data).hexdigest()}
+    sign(state, manifest)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.abort, ()
 
 
 def test_a_file_that_is_no_safetensors_is_refused_and_never_executed(saved):
-    class Evil:
-        def __reduce__(self):
-            return os.abort, ()
-
-    with_checksum(saved, "parameters-00000.safetensors", pickle.dumps(Evil()))
+    with_checksum(saved, WHOLE, pickle.dumps(Evil()))
     assert_refused(saved, "is not a safetensors file")
 
 
-WHOLE, OWN = "parameters-00000.safetensors", "rank_0/parameters-00000.safetensors"
+SUM, WEIGHT = "accu_grads.weight", "accu_grads.weight.window_weight"
 SUM, WEIGHT = "accu_grads.weight", "accu_grads.weight.window_weight"
 # The file, the tensor, what takes its place, and what is said.
 CHANGES = {
@@ -181,12 +182,7 @@ CHANGES = {
     "dtype": (WHOLE, "weight", np.zeros((1, 1), np.float64), "'weight' as Float64 (1, 1)"),
     "missing": (WHOLE, "weight", None, "it lacks weight"),
     "another": (WHOLE, "other", np.zeros(1, np.float32), "also has other"),
-    "a sum among the others": (
-        WHOLE,
-        SUM,
-        np.zeros(3, np.float32),
-        f"{SUM!r} as Float32 (3,), where Float32 (1, 1) is",
-    ),
+    "a sum among the others": (WHOLE, SUM, np.zeros(3, np.float32), "as Float32 (3,), where Float32 (1, 1) is"),
     "another sum": (OWN, SUM, np.zeros(2, np.float32), f"has {SUM!r} as Float32 (2,), where "),
     "no sum": (OWN, SUM, None, "it lacks "),
     "another weight of the window": (OWN, WEIGHT, np.zeros(2, np.float32), f"has {WEIGHT!r} as Float32 (2,), where "),
@@ -209,7 +205,7 @@ def test_other_tensors_than_those_of_the_network_and_its_window_are_refused(chan
 def test_a_manifest_leads_to_no_other_file(name, saved):
     manifest = json.loads((saved / files.MANIFEST).read_text())
     manifest["files"][name] = {"size": 1, "sha256": ""}
-    (saved / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
+    sign(saved, manifest)
     assert_refused(saved, f"lists the file {name!r} in a way that this version does not write")
 
 
@@ -224,9 +220,8 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_is_none_is_refused(name, saved):
-    content, text = MANIFESTS[name]
+@pytest.mark.parametrize("content, text", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_that_is_none_is_refused(content, text, saved):
     (saved / files.MANIFEST).write_bytes(content)
     assert_refused(saved, f"{saved / files.MANIFEST} {text}")
 
@@ -253,6 +248,8 @@ def test_a_state_of_other_settings_is_refused(saved):
     assert_refused(saved, "it lacks accu_grads.weight.window_dropped", new_step(bad_micro_batch="drop"))
     text = "another network, optimizer or setting: it lacks mixed_precision"
     assert_refused(saved, text, new_step(mixed_precision="fp16"))
+    # What is offered works.
+    assert load_state(new_step(), saved.parent / "state-000001").batches == 0
 
 
 def test_a_step_and_a_loop_do_not_take_each_others_states(saved, tmp_path):
@@ -272,7 +269,6 @@ JSON = st.recursive(
 
 
 def places_in(value, path=()):
-    """The way to each value in nested dicts and lists."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value[:8]) if isinstance(value, list) else ()
     for key, item in inner:
@@ -306,7 +302,7 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
         inner[place[-1]] = value
         before = everything()
         # Someone may mean to change it, and write the checksum anew.
-        (state / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
+        sign(state, manifest)
         try:
             load_state(step, state)
         except ValueError as error:
@@ -450,23 +446,3 @@ def test_steps_of_one_process_may_share_a_folder_and_none_keeps_more_than_some_l
     shutil.rmtree(tmp_path / "4")
     save_state(new_step(), tmp_path / "4")
     assert (tmp_path / "4" / files.LOCK).exists()
-
-
-def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
-    _, accumulator = own_loop()
-    save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "come before accumulate"):
-        with accumulator.accumulate():
-            save_state(accumulator, tmp_path)
-    with refuses(RuntimeError, "loaded between two"):
-        with accumulator.accumulate():
-            accumulator.backward(X, X)
-            load_state(accumulator, tmp_path)
-    accumulator.drop()
-    with accumulator.accumulate():
-        accumulator.backward(X, X)
-        accumulator.clip_grad_norm(1.0)
-        with refuses(RuntimeError, "come before clip_grad_norm"):
-            save_state(accumulator, tmp_path)
-        accumulator.step()
-    assert save_state(accumulator, tmp_path).updates == 1

@@ -21,20 +21,12 @@ from ms_gradaccum.checkpoint.files import signed
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-class Source:
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return INPUTS[index], LABELS[index]
-
-
 def in_memory():
     return ds.NumpySlicesDataset((INPUTS[:20], LABELS[:20]), ["x", "y"], shuffle=True).batch(4)
 
 
 def from_python():
-    return ds.GeneratorDataset(Source(), ["x", "y"], shuffle=True).batch(4)
+    return ds.GeneratorDataset(list(zip(INPUTS[:20], LABELS[:20])), ["x", "y"], shuffle=True).batch(4)
 
 
 def with_noise():
@@ -63,7 +55,6 @@ class Log(train.Callback):
 
 
 def build(**settings):
-    """A new program: its seed, its network with a rate that follows the updates, and its model."""
     ms.set_seed(3)
     network = nn.Dense(3, 1)
     optimizer = momentum(network, [0.05, 0.04, 0.03, 0.02] * 9)

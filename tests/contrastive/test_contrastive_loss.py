@@ -5,11 +5,13 @@ import math
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from linear_toy import sgd
+from mindspore import Tensor, ops
 from refusal import refuses
+from step_probe import sgd_step
 from whole_batch_losses import OrdinaryLoss, WholeBatches, batch, distance, parts_of, train, values_of
 
-from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
+from ms_gradaccum import ContrastiveLoss, GradCacheLoss
 
 ROWS, TEMPERATURE = 23, 0.2
 _RANDOM = np.random.default_rng(0)
@@ -81,9 +83,9 @@ def test_cached_and_compiled_it_trains_like_the_formula_of_the_whole_batch():
     cell = OrdinaryLoss(*parts_of("clip"))
     start = values_of(cell.trainable_params())
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    losses = train(WholeBatches(cell, nn.SGD(cell.trainable_params(), 0.1)), data)
+    losses = train(WholeBatches(cell, sgd(cell, 0.1)), data)
     ours = GradCacheLoss(*parts_of("clip", lambda: ContrastiveLoss(math.exp(-1.5), block_rows=7)))
-    step = TrainOneStepCell(GradAccumulation(ours, 4), nn.SGD(ours.trainable_params(), 0.1), compile=True)
+    step = sgd_step(ours, 4, 0.1, compile=True)
     np.testing.assert_allclose(train(step, data), losses, rtol=1e-6)
     expected = values_of(cell.trainable_params())
     assert distance(values_of(ours.trainable_params()), expected) < 1e-6

@@ -22,7 +22,6 @@ def batches(name):
 
 
 def whole(name, optimizer):
-    """The start, the end and the losses of a training on whole batches."""
     cell = OrdinaryLoss(*parts_of(name))
     start = values_of(cell.trainable_params())
     losses = train(WholeBatches(cell, OPTIMIZERS[optimizer](cell.trainable_params())), batches(name))

@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 
 import mindspore as ms
-import numpy as np
 import pytest
 from linear_toy import sgd
 from mindspore import Tensor, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 from refusal import refuses
-from step_probe import Around
+from step_probe import Around, Of, sgd_step
 from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
@@ -27,15 +26,6 @@ def cell():
 class Own(GradCacheLoss):
     def construct(self, *inputs):
         return self.loss_fn(*self.outputs(inputs)) * 2
-
-
-class Drawing(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(p=0.5)
-
-    def construct(self, rows, labels):
-        return self.drop(rows).mean()
 
 
 REFUSED = {
@@ -66,8 +56,7 @@ def test_it_is_refused_when_it_is_built(name, monkeypatch):
 def test_a_step_inside_a_larger_graph_is_refused(monkeypatch):
     monkeypatch.delenv("MS_JIT")
     ms.set_context(mode=ms.GRAPH_MODE)
-    network = cell()
-    around = Around(TrainOneStepCell(GradAccumulation(network, 2), sgd(network)))
+    around = Around(sgd_step(cell()))
     with refuses(ValueError, "a GradCacheLoss cannot be trained inside a larger graph"):
         around(*map(Tensor, batch("correlation", 0, 8)))
 
@@ -80,10 +69,8 @@ def test_the_compilers_own_parallelism_is_refused(monkeypatch):
 
 
 def test_inputs_that_are_labels_alone_are_refused():
-    network = GradCacheLoss(Tower(), Correlation(), labels=2)
-    step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
     with refuses(ValueError, "there must be more"):
-        step(*map(Tensor, batch("correlation", 0, 8)))
+        sgd_step(GradCacheLoss(Tower(), Correlation(), labels=2))(*map(Tensor, batch("correlation", 0, 8)))
 
 
 def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
@@ -101,7 +88,8 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
     alone = SimpleNamespace(is_distributed=False, grads_are_reduced=False)
     is_distributed = SimpleNamespace(is_distributed=True, grads_are_reduced=False)
     like = SimpleNamespace(parameters=(), micro_loss=SimpleNamespace(half=False))
-    network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
+    drawing = Of(nn.Dropout(p=0.5), lambda rows, labels: rows.mean())
+    network = GradAccumulation(GradCacheLoss(Tower(), drawing, labels=1).set_train(), 2)
     with refuses(ValueError, "'loss_fn'"):
         CachePass(network.network, 0, settings, like, is_distributed)
     CachePass(network.network, 0, settings, like, alone)
@@ -134,13 +122,8 @@ def test_operators_that_draw_are_told_from_those_that_normalise(draws, operator)
     assert random_cells(Uses(operator).set_train()) == ("Uses" if draws else "")
 
 
-class TwoNumbers(nn.Cell):
-    def construct(self, rows, labels):
-        return rows.mean(), ops.square(rows).mean()
-
-
 def test_a_loss_of_two_numbers_is_refused():
-    network = GradCacheLoss(Tower(), TwoNumbers(), labels=1)
-    step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
+    two_numbers = Of(nn.Identity(), lambda rows, labels: (rows.mean(), ops.square(rows).mean()))
+    step = sgd_step(GradCacheLoss(Tower(), two_numbers, labels=1))
     with refuses(ValueError, "returns one number"):
-        step(Tensor(np.ones((4, 6), np.float32)), Tensor(np.ones(4, np.int32)))
+        step(*map(Tensor, batch("correlation", 0, 8)))

@@ -6,9 +6,10 @@ import pytest
 from mindspore import Tensor, nn, ops
 from open_window import window_of
 from refusal import refuses
+from step_probe import sgd_step
 from whole_batch_losses import Tower, batch
 
-from ms_gradaccum import GradAccumulation, GradCacheLoss, ReplayDropout, TrainOneStepCell
+from ms_gradaccum import GradCacheLoss, ReplayDropout
 
 SHAPE, P = (400, 500), 0.3
 
@@ -72,7 +73,7 @@ class Sum(nn.Cell):
 def test_the_second_pass_of_a_loss_of_the_whole_batch_draws_the_same_masks(monkeypatch, eager):
     network = nn.SequentialCell(Tower(), ReplayDropout(0.5, seed=3))
     cell = GradCacheLoss(network, Sum()).set_train()
-    step = TrainOneStepCell(GradAccumulation(cell, 4), nn.SGD(cell.trainable_params(), 0.1))
+    step = sgd_step(cell, 4, 0.1)
     differences = []
     cache_pass = window_of(step).micro_steps.preparation
     monkeypatch.setattr(cache_pass, "check", lambda outputs: differences.extend(output[3] for output in outputs))

@@ -20,7 +20,6 @@ from ms_gradaccum import (
     MixedPrecision,
     TrainOneStepCell,
 )
-from ms_gradaccum.backend.arithmetic import sum_of_squares
 from ms_gradaccum.gradients.clipping import NoClip
 
 GRADS = st.lists(
@@ -39,7 +38,6 @@ def norm_of(grads):
 
 
 def clipped(clip, grads):
-    """The clipped gradients as arrays, given their exact norm."""
     outputs = clip(tuple(Tensor(grad) for grad in grads), Tensor(norm_of(grads), ms.float32))
     assert [tuple(o.shape) for o in outputs] == [grad.shape for grad in grads]
     assert all(output.asnumpy().dtype == grad.dtype for output, grad in zip(outputs, grads))
@@ -61,23 +59,11 @@ def test_each_element_is_limited(grads, limit):
         np.testing.assert_array_equal(after, np.clip(before, -np.float32(limit), np.float32(limit)))
 
 
-@settings(max_examples=share_of(30), deadline=None)
-@given(grads=GRADS)
-def test_the_norm_is_that_of_all_gradients_as_one_vector(grads):
-    total = sum(sum_of_squares(Tensor(grad)).asnumpy() for grad in grads)
-    assert np.sqrt(total) == pytest.approx(norm_of(grads), rel=1e-5)
-
-
 @pytest.mark.parametrize("clip", [ClipByGlobalNorm(5.0), ClipByValue(4.0), NoClip()], ids=lambda c: type(c).__name__)
 def test_gradients_within_the_limit_keep_their_bits(clip, mode):
-    grads = [np.float32([[0.1, -3.0]]), np.float32(np.sqrt(7.0))]
-    for after, before in zip(clipped(clip, grads), grads):
-        np.testing.assert_array_equal(after, before)
-
-
-def test_a_gradient_of_zeros_stays_zero():
-    for clip in (ClipByGlobalNorm(1.0), ClipByValue(1.0)):
-        np.testing.assert_array_equal(clipped(clip, [np.zeros((2, 3), np.float32)]), np.zeros((1, 2, 3)))
+    for grads in ([np.float32([[0.1, -3.0]]), np.float32(np.sqrt(7.0))], [np.zeros((2, 3), np.float32)]):
+        for after, before in zip(clipped(clip, grads), grads):
+            np.testing.assert_array_equal(after, before)
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e-3])
@@ -85,12 +71,6 @@ def test_float16_gradients_are_scaled_with_a_float32_factor(max_norm):
     # The factor of 8e-6 or 8e-9 is no normal float16 number, the clipped gradients are.
     (after,) = clipped(ClipByGlobalNorm(max_norm), [np.full(4, 6e4, np.float16)])
     np.testing.assert_allclose(after, max_norm / 2, rtol=1e-3)
-
-
-def test_the_norm_after_clipping_is_known_without_another_pass():
-    assert ClipByGlobalNorm(2.0).norm_after(Tensor(5.0)) == 2.0
-    assert ClipByGlobalNorm(2.0).norm_after(Tensor(1.5)) == 1.5
-    assert NoClip().norm_after(Tensor(5.0)) == 5.0
 
 
 ROWS = 6
@@ -116,7 +96,6 @@ PIECES = {"embedding": slice(0, 2), "head.bias": slice(2, 3), "head.weight": sli
 
 
 def clipped_in(groups):
-    """The mean gradient with each group of names scaled down to its limit, in float64."""
     gradient = MEANS.copy()
     for names, limit in groups:
         columns = np.concatenate([np.r_[PIECES[name]] for name in names])

@@ -29,8 +29,6 @@ def at_most(limit, grad):
 
 
 class HalfOf(nn.Cell):
-    """Limit each element to half of the norm of the whole gradient."""
-
     def construct(self, grads, norm):
         return ops.HyperMap()(ops.partial(at_most, norm * 0.5), grads)
 

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from linear_toy import batches, mse, sgd, toy, toy_with_metrics, weight_of
 from loop_toy import own_loop, updates_of
-from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore import Tensor, amp, nn, ops
 from refusal import refuses
-from step_probe import number, tensors
+from step_probe import Learned, number, sgd_step, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, TrainOneStepCell
 from ms_gradaccum.backend import probes
 from ms_gradaccum.gradients import mixed_precision
-
-NAMES = ["fp16", "fp16_apex", "fp16_naive", "O1", "O2", "O3", "auto"]
 
 
 class Network(nn.Cell):
@@ -57,11 +55,11 @@ def close_but_not_equal(name, weights, expected):
     assert weights.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["fp16", "fp16_apex", "fp16_naive", "O1", "O2", "O3", "auto"])
 def test_each_name_trains_in_half_precision(name, in_float32, eager):
     weights, output = train(name)
     close_but_not_equal(name, weights, in_float32[0])
-    assert number(output.updated) and number(output.loss_scale) == 65536
+    assert output.is_updated and number(output.loss_scale) == 65536
     assert number(output.loss) == pytest.approx(number(in_float32[1].loss), rel=1e-2)
 
 
@@ -79,8 +77,6 @@ def test_on_compiled_graphs_in_both_modes(name, in_float32, mode):
 
 
 class OwnLoss(nn.Cell):
-    """A loss cell of a user's own, with keyword arguments and one of MindSpore's losses inside."""
-
     def __init__(self):
         super().__init__()
         self.network = Network()
@@ -95,30 +91,23 @@ class OwnLoss(nn.Cell):
 def test_mindspores_losses_are_computed_in_float32_also_in_a_cell_of_ones_own(make, settings, level, eager):
     cell = make()
     precision = MixedPrecision(level=level)
-    step = TrainOneStepCell(GradAccumulation(cell, 4), sgd(cell, 0.5), mixed_precision=precision)
+    step = sgd_step(cell, 4, 0.5, mixed_precision=precision)
     # The squares of these errors are no float16 numbers.
     output = step(Tensor(X), Tensor(1000 * Y), **settings)
     assert number(output.loss) == pytest.approx(np.square(1000 * Y).mean(), rel=1e-2)
 
 
-class SmallGradient(nn.Cell):
-    """A gradient of 2 ** -30, which is 0 in float16, unless the loss is scaled."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = Parameter(Tensor([1.0], ms.float32), "weight")
-
-    def construct(self, x):
-        y = x * ops.cast(self.weight, ms.float16) * Tensor(2.0**-15, ms.float16)
-        return ops.cast(y, ms.float32).mean()
+def small_gradient(weight, x):
+    """Has a gradient of 2 ** -30, which is 0 in float16, unless the loss is scaled."""
+    product = x * ops.cast(weight, ms.float16) * Tensor(2.0**-15, ms.float16)
+    return ops.cast(product, ms.float32).mean()
 
 
 def test_the_scale_saves_gradients_that_float16_would_lose(eager):
     x = Tensor(np.full((4, 1), 2.0**-15, np.float16))
     for scale, gradient in ((1.0, 0.0), (2.0**16, 2.0**-30)):
-        cell = SmallGradient()
         settings = MixedPrecision(level="O0", init_scale=scale)
-        step = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell), mixed_precision=settings)
+        step = sgd_step(Learned([1.0], small_gradient), mixed_precision=settings)
         assert number(step(x).grad_norm) == gradient
 
 
@@ -211,14 +200,11 @@ def test_a_search_for_inf_is_refused_where_an_overflow_gives_none(monkeypatch):
         mixed_precision.check_precision("Model", other)
 
 
-MANAGER = amp.FixedLossScaleManager(8.0)
-
-
 @pytest.mark.parametrize(
     "settings, error, key",
     [
         ({"amp_level": "O2", "mixed_precision": "fp16"}, ValueError, "amp_level='O2'"),
-        ({"loss_scale_manager": MANAGER, "mixed_precision": "fp16"}, ValueError, "loss_scale_manager"),
+        ({"loss_scale_manager": amp.StaticLossScaler(8), "mixed_precision": "fp16"}, ValueError, "loss_scale_manager"),
         ({"mixed_precision": 16}, TypeError, "Did you mean 'fp16'?"),
     ],
 )

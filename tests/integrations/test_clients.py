@@ -13,7 +13,6 @@ CLIENTS = Path(__file__).parents[2] / "clients"
 
 
 def program(name):
-    """A file of that folder as a module."""
     spec = importlib.util.spec_from_file_location(f"clients_{name}", CLIENTS / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -24,8 +23,6 @@ comparison, run = program("comparison"), program("run")
 
 
 class Step:
-    """Counts its calls, and has the weights where a training step has them."""
-
     def __init__(self):
         self.calls = 0
         self.optimizer = self
@@ -44,7 +41,6 @@ def way(end, calls=1, reports=(), start=0.0):
 
 
 def compare(*ways, wrong=""):
-    """The rows of these ways after a whole batch that ends at 4."""
     candidates = [comparison.Candidate(str(i), lambda each=each: each, wrong) for i, each in enumerate(ways)]
     whole = comparison.Candidate("whole", lambda: way(4.0, reports=[[1.0, 2.0]]))
     return comparison.compare("case", [whole, *candidates], [np.zeros((4, 1), np.float32)], 2)[1:]

@@ -19,20 +19,25 @@ def test_a_skipped_window_is_no_update_of_a_schedule():
     assert [number for number, update in enumerate(updates, 1) if update] == [1, 2, 8, 10]
 
 
-@settings(max_examples=share_of(40), deadline=None)
-@given(st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1), st.lists(st.integers(0, 8), max_size=6))
-def test_a_window_never_has_more_batches_than_when_it_began(milestones, passes):
-    _, accumulator = toy_loop(schedule=milestones, sync_with_dataloader=False)
+@settings(max_examples=share_of(60), deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1),
+    st.lists(st.integers(0, 8), max_size=6),
+    st.booleans(),
+)
+def test_windows_partition_any_passes_and_never_have_more_batches_than_when_they_began(milestones, passes, apply):
+    _, accumulator = toy_loop(schedule=milestones, sync_with_dataloader=apply)
     schedule = AccumulationConfig(schedule=milestones)
     dataset = accumulator.prepare(range(0))
     batches, begun = 0, None
     for epoch, length in enumerate(passes):
         dataset.dataset = range(length)
-        for _ in dataset:
+        for index in dataset:
             begun = epoch if batches == 0 else begun
             batches += 1
+            is_last = apply and index == length - 1
             with accumulator.accumulate():
-                assert accumulator.sync_gradients == (batches == schedule.steps_for(begun, 0))
+                assert accumulator.sync_gradients == (is_last or batches == schedule.steps_for(begun, 0))
             batches *= not accumulator.sync_gradients
     assert schedule.steps_for(min(milestones), 0) == milestones[min(milestones)]
     assert schedule.steps_for(-1, 0) == 1
@@ -43,7 +48,6 @@ def test_a_schedule_by_epochs_needs_a_prepared_dataset():
     for _ in range(2):
         with refuses(ValueError, "'schedule'"), accumulator.accumulate():
             pass
-    # Nothing stays of it.
     assert updates_of(accumulator, accumulator.prepare(FOUR[:3])) == [False, True, True]
 
 

@@ -17,14 +17,13 @@ from ms_gradaccum import AccumulationConfig, Accumulator, StepOutput, load_state
 def test_four_batches_of_a_window_are_the_whole_batch(mode):
     network, accumulator = toy_loop(4)
     list(train(accumulator, FOUR))
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-    # The whole batch, and an update per micro batch.
+    assert weight_of(network) == pytest.approx(2.04)
     assert descend(ALL) == pytest.approx(2.04, rel=1e-12)
     assert descend((1, 2), (3, 4), (5, 6), (7, 8)) == pytest.approx(1.75052, rel=1e-5)
 
 
 def test_the_loss_is_the_mean_of_its_batch_and_the_report_that_of_the_window():
-    _, accumulator = toy_loop(2)
+    network, accumulator = toy_loop(2)
     losses, outputs, norms = [], [], []
     for each in (batch(1), batch(2, 3)):
         with accumulator.accumulate():
@@ -34,9 +33,13 @@ def test_the_loss_is_the_mean_of_its_batch_and_the_report_that_of_the_window():
     # Squared errors at weight 0: 4, 16 and 36.
     assert losses == [4, 26] and (outputs[0], norms[0]) == (None, None)
     output = outputs[1]
-    assert isinstance(output, StepOutput) and number(output.updated)
+    assert isinstance(output, StepOutput) and output.is_updated
     assert number(output.loss) == pytest.approx(56 / 3) and number(output.weight) == 3
     assert number(norms[1]) == number(output.grad_norm) == pytest.approx(56 / 3)
+    weight = weight_of(network)
+    again = accumulator.step()  # It does nothing.
+    assert accumulator.updated and not again.is_updated and number(again.weight) == 0
+    assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]
 
 
 def gradient_function(network, optimizer):
@@ -53,11 +56,11 @@ def test_called_where_the_optimizer_was_called(reduction, mode):
         if reduction == "sum":
             loss, grads = loss * len(each[0]), tuple(grad * len(each[0]) for grad in grads)
         outputs.append(accumulator(grads, weight=len(each[0]), loss=loss, reduction=reduction))
-    assert [number(output.updated) for output in outputs] == [False, False, True]
+    assert [output.is_updated for output in outputs] == [False, False, True]
     assert [number(output.weight) for output in outputs] == [1, 4, 8]
     # Squared errors 4 x^2: of x = 1, of x = 1 to 4, of all.
-    assert [number(output.loss) for output in outputs] == pytest.approx([4, 30, 102], rel=1e-6)
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert [number(output.loss) for output in outputs] == pytest.approx([4, 30, 102])
+    assert weight_of(network) == pytest.approx(2.04)
     # Means that count alike, as loops without weights have them, end elsewhere.
     assert np.mean([descend(rows) for rows in ((1,), (2, 3, 4), (5, 6, 7, 8))]) < 1.5
 
@@ -68,7 +71,7 @@ def test_gradients_without_a_loss_give_a_report_without_one(mode):
     grads = (Tensor([[1.0]]),)
     outputs = [accumulator(grads, 2) for _ in range(2)]
     assert [output.loss for output in outputs] == [output[0] for output in outputs] == [None, None]
-    assert number(outputs[1].grad_norm) == 1 and number(outputs[1].updated) and str(outputs[1]) == "None"
+    assert number(outputs[1].grad_norm) == 1 and outputs[1].is_updated and str(outputs[1]) == "None"
     assert "loss=None" in repr(outputs[1]) and pickle.loads(pickle.dumps(outputs[1])).loss is None
     with refuses(TypeError, "'loss'", "Call accumulator(grads"):
         float(outputs[1])
@@ -117,8 +120,8 @@ def test_inside_a_compiled_function(compiled_step, mode):
     for each in FOUR:
         outputs.append(StepOutput(*train_step(*each)))
         kept.append(network.weight.asnumpy().tobytes() == initial)
-    assert kept == [True, True, True, False] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
-    assert [number(output.updated) for output in outputs] == [False, False, False, True]
+    assert kept == [True, True, True, False] and weight_of(network) == pytest.approx(2.04)
+    assert [output.is_updated for output in outputs] == [False, False, False, True]
     assert number(outputs[3].loss) == pytest.approx(102) and number(outputs[3].weight) == 8
 
 
@@ -129,7 +132,7 @@ def test_a_compiled_function_leaves_its_last_window_to_flush_and_drop(compiled_s
         train_step(*each)
     output = accumulator.flush()
     assert number(output.weight) == 4
-    assert weight_of(network) == pytest.approx(descend(ALL, (1, 2, 3, 4)), rel=1e-6)
+    assert weight_of(network) == pytest.approx(descend(ALL, (1, 2, 3, 4)))
     train_step(*FOUR[0]), train_step(*FOUR[1])
     assert accumulator.drop() == 2 and accumulator.drop() == 0 and accumulator.flush() is None
     # A window of four again.
@@ -148,27 +151,18 @@ def test_a_compiled_function_cannot_follow_a_schedule():
 
 
 @pytest.mark.parametrize("extra", [None, [[1.0]], [[1.0, 2.0]]], ids=["another", "same", "other"])
-def test_a_compiled_function_refuses_gradients_of_other_parameters(extra):
+def test_a_compiled_function_takes_the_gradient_of_a_parameter_and_none_of_others(extra):
     """Gradients of one parameter more would otherwise train, each in the place of the one before it."""
     network, accumulator = toy_loop(1)
 
     @ms.jit
     def train_step(*grads):
-        return accumulator(grads)
+        return accumulator(grads[0] if len(grads) == 1 else grads)
 
     grads = [Tensor([[1.0], [2.0]])] if extra is None else [Tensor([[1.0]]), Tensor(extra)]
     with refuses(ValueError, "'grads'"):
         train_step(*grads)
     assert weight_of(network) == 0
-
-
-def test_a_compiled_function_takes_the_gradient_of_a_single_parameter():
-    network, accumulator = toy_loop(1)
-
-    @ms.jit
-    def train_step(grad):
-        return accumulator(grad)
-
     assert number(train_step(Tensor([[-102.0]]))[3])
     assert weight_of(network) == pytest.approx(2.04)
 
@@ -214,7 +208,7 @@ def test_a_state_knows_the_window_of_a_checkpoint_that_was_loaded_before(before,
     save_state(accumulator, tmp_path / "states")
     for _ in range(2):  # After this look at it, and after the state is loaded.
         assert updates_of(accumulator, FOUR[2:]) == [False, True]
-        assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+        assert weight_of(network) == pytest.approx(2.04)
         network, accumulator = toy_loop(4)
         load_state(accumulator, tmp_path / "states")
     accumulator.drop()
@@ -227,7 +221,7 @@ def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
     ms.load_param_into_net(accumulator, checkpoint)
     found = getattr(accumulator, end)()
     assert found == 2 if end == "drop" else number(found.weight) == 4
-    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)) if end == "flush" else 0, rel=1e-6)
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)) if end == "flush" else 0)
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
 
 
@@ -261,19 +255,5 @@ def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
     # What a mean over no token is.
     accumulator((Tensor([[np.nan]], ms.float32),), weight=weight, loss=np.nan)
     output = accumulator((Tensor([[-102.0]]),), weight=np.float32(8), loss=102.0)
-    assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 102, 8)
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_zero_grad_throws_a_full_window_away_that_is_not_stepped(inside):
-    network, accumulator = toy_loop(2)
-    for each in FOUR[:2]:
-        with accumulator.accumulate():
-            accumulator.backward(*each)
-            if inside:
-                accumulator.zero_grad()
-    if not inside:
-        accumulator.zero_grad()
-    assert updates_of(accumulator, FOUR[2:]) == [False, True]
-    assert weight_of(network) == pytest.approx(descend((5, 6, 7, 8)), rel=1e-6)
+    assert (output.is_updated, number(output.loss), number(output.weight)) == (True, 102, 8)
+    assert weight_of(network) == pytest.approx(2.04)

@@ -19,7 +19,6 @@ ENDS_OF_SIX = [False, False, False, True, False, True]
 
 
 def prefetched(data, depth=1):
-    """The batches of `data`, each when so many after it were fetched."""
     data, held = iter(data), []
     for each in data:
         held.append(each)

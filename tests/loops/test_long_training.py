@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
+from linear_toy import sgd
 from mindspore import Tensor, nn
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -25,7 +26,7 @@ def test_changing_batch_sizes_keep_neither_memory_nor_graphs(monkeypatch):
     ms.set_context(mode=ms.GRAPH_MODE)
     network = nn.Dense(16384, 1)
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 1e-6), accumulation_steps=2)
+    step = TrainOneStepCell(loss_cell, sgd(network, 1e-6), accumulation_steps=2)
     random = np.random.default_rng(0)
 
     def train(windows):

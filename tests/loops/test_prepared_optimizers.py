@@ -37,7 +37,7 @@ def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
 
 def test_two_optimizers_of_a_network_make_one_update():
     network = nn.SequentialCell(nn.Dense(1, 1, weight_init="ones"), nn.Dense(1, 1, weight_init="ones"))
-    optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
+    optimizers = [sgd(cell, 0.01) for cell in network]
     accumulator = Accumulator(mse(network), optimizers, 2)
     accumulator.prepare(*optimizers)
     with accumulator.accumulate():  # No update of an empty window.
@@ -51,6 +51,16 @@ def test_two_optimizers_of_a_network_make_one_update():
     assert [output is None for output in outputs] == [True, True, False, True] and accumulator.events.updates == 1
 
 
+def prepared(kind, **settings):
+    """An optimizer that is prepared after a backward pass, and its loop."""
+    network = line()
+    optimizer = kind(network.trainable_params(), **settings)
+    accumulator = Accumulator(mse(network), optimizer)
+    accumulator.prepare(optimizer)
+    accumulator.backward(*FOUR[0])
+    return optimizer, accumulator
+
+
 def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
     network = line()
     optimizer = sgd(network)
@@ -62,15 +72,11 @@ def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
 
 
 def test_a_parameter_called_step_stays():
-    network = line()
-    optimizer = nn.AdaFactor(network.trainable_params(), learning_rate=0.1, relative_step=False, scale_parameter=False)
-    Accumulator(mse(network), optimizer).prepare(optimizer)
+    optimizer, _ = prepared(nn.AdaFactor, learning_rate=0.1, relative_step=False, scale_parameter=False)
     assert isinstance(optimizer.step, ms.Parameter)
 
 
 class OwnStep(nn.SGD):
-    """A user's optimizer, as in PyTorch, with a method of this name."""
-
     def step(self, gradients):
         return self(gradients)
 
@@ -80,22 +86,11 @@ class OwnZero(nn.SGD):
         return "mine"
 
 
-def test_the_other_method_of_the_users_own_class_stays_too():
-    network = line()
-    optimizer = OwnZero(network.trainable_params(), 0.02)
-    accumulator = Accumulator(mse(network), optimizer)
-    accumulator.prepare(optimizer)
-    accumulator.backward(*FOUR[0])
+def test_each_method_of_the_users_own_class_stays_and_a_loop_that_relies_on_the_other_ends_loudly():
+    optimizer, _ = prepared(OwnZero)
     assert optimizer.zero_grad() == "mine" and optimizer.step().updated
-
-
-def test_each_name_is_taken_by_itself_and_a_loop_that_relies_on_the_other_ends_loudly():
-    network = line()
-    optimizer = OwnStep(network.trainable_params(), 0.02)
-    accumulator = Accumulator(mse(network), optimizer)
-    accumulator.prepare(optimizer)
+    optimizer, accumulator = prepared(OwnStep)
     assert optimizer.step.__func__ is OwnStep.step
-    accumulator.backward(*FOUR[0])
     optimizer.zero_grad()  # that of the loop
     assert accumulator.drop() == 0
     with pytest.raises(TypeError, match="gradients"):

@@ -13,20 +13,21 @@ runs with ``MS_JIT=0``, which compiles nothing.
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
 
+import linear_toy
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.common.api import _pynative_executor
 from mindspore.dataset import GeneratorDataset
 from optimizer_parity import parameters_of, values_of
 from quick_mindspore import compiling, eagerly
-from refusal import all_warnings
+from refusal import told
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell, verify
 from ms_gradaccum.backend.compiled import graph_mode
@@ -38,75 +39,62 @@ MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
 FACES = ("step 1", "step 4", "Model", "Accumulator")
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args, **kwargs):
     """The default of what a program may do."""
 
 
-def sgd(network: nn.Cell) -> nn.Cell:
-    return nn.SGD(network.trainable_params(), 0.1)
+sgd = functools.partial(linear_toy.sgd, learning_rate=0.1)
+momentum = functools.partial(linear_toy.momentum, learning_rate=0.05)
 
 
-def momentum(network: nn.Cell) -> nn.Cell:
-    return nn.Momentum(network.trainable_params(), 0.05, 0.9)
-
-
-def regression(rows: int = ROWS, columns: int = 4, outputs: int = 1, updates: int = UPDATES) -> list[Any]:
+def regression():
     """Batches (x, y) whose rows differ much, so that no row can be left out unseen."""
     numbers = np.random.default_rng(1)
-    return [
-        (
-            numbers.normal(size=(rows, columns)).astype(np.float32),
-            numbers.normal(size=(rows, outputs)).astype(np.float32),
-        )
-        for _ in range(updates)
-    ]
+    shapes = (ROWS, 4), (ROWS, 1)
+    return [tuple(numbers.normal(size=shape).astype(np.float32) for shape in shapes) for _ in range(UPDATES)]
+
+
+class Net(nn.Cell):
+    """Two layers and a squared error: what programs change."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Dense(4, 5)
+        self.second = nn.Dense(5, 1)
+
+    def forward(self, x):
+        return self.second(ops.tanh(self.first(x)))
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - y).mean()
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A training program.
+    """A training program."""
 
-    Args:
-        network: Builds the loss cell. Its trainable parameters then get numbers that are always the same.
-        optimizer: Builds the optimizer of the loss cell's parameters.
-        batches: NumPy batches, one for each update.
-        prepare: What is done to (cell, optimizer) before a step is built, for example freezing.
-        built: What is done to (cell, optimizer) after the step was built.
-        between: What is done after update i: between(i, cell, optimizer).
-        parts: Number of micro batches of "step 4", "Model" and "Accumulator".
-        settings: Arguments of GradAccumulation.
-        step: Arguments of our step, Model and Accumulator.
-        stock_step: Arguments of MindSpore's own step.
-        stock_model: Arguments of MindSpore's own Model.
-        named: Pattern of the error or warning that micro batches get in place of equal weights.
-        nature: Pattern of the cause that `verify` names where micro batches differ by nature, as with BatchNorm.
-        warned: Pattern of a warning that is given although the weights are equal.
-        own_model: Whether MindSpore's own Model does something else than its own step.
-        faces: Which faces can run it.
-        modes: In which modes MindSpore's own step trains it.
-        rtol: Largest deviation relative to the largest entry of the tensor.
-    """
-
-    network: Callable[[], nn.Cell]
-    optimizer: Callable[[nn.Cell], nn.Cell] = sgd
-    batches: Callable[[], list[Any]] = regression
-    prepare: Callable[..., Any] = nothing
-    built: Callable[..., Any] = nothing
-    between: Callable[..., Any] = nothing
-    parts: int = PARTS
-    settings: dict[str, Any] = field(default_factory=dict)
-    step: dict[str, Any] = field(default_factory=dict)
-    stock_step: dict[str, Any] = field(default_factory=dict)
-    stock_model: dict[str, Any] = field(default_factory=dict)
-    named: str | None = None
+    # Builds the loss cell. Its trainable parameters then get numbers that are always the same.
+    network: Callable
+    optimizer: Callable = sgd  # Builds the optimizer of the loss cell's parameters.
+    batches: Callable = regression  # NumPy batches, one for each update.
+    prepare: Callable = nothing  # What is done to (cell, optimizer) before a step is built, for example freezing.
+    built: Callable = nothing  # What is done to (cell, optimizer) after the step was built.
+    between: Callable = nothing  # What is done after update i: between(i, cell, optimizer).
+    parts: int = PARTS  # Number of micro batches of "step 4", "Model" and "Accumulator".
+    settings: dict = field(default_factory=dict)  # Arguments of GradAccumulation.
+    step: dict = field(default_factory=dict)  # Arguments of our step, Model and Accumulator.
+    stock_step: dict = field(default_factory=dict)  # Arguments of MindSpore's own step.
+    stock_model: dict = field(default_factory=dict)  # Arguments of MindSpore's own Model.
+    named: str | None = None  # Pattern of the error or warning that micro batches get in place of equal weights.
+    # Pattern of the cause that `verify` names where micro batches differ by nature, as with BatchNorm.
     nature: str | None = None
-    warned: str | None = None
-    own_model: bool = False
-    faces: tuple[str, ...] = FACES
-    modes: tuple[str, ...] = ("GRAPH", "PYNATIVE")
-    rtol: float = 2e-5
+    warned: str | None = None  # Pattern of a warning that is given although the weights are equal.
+    own_model: bool = False  # Whether MindSpore's own Model does something else than its own step.
+    faces: tuple = FACES  # Which faces can run it.
+    modes: tuple = ("GRAPH", "PYNATIVE")  # In which modes MindSpore's own step trains it.
+    rtol: float = 2e-5  # Largest deviation relative to the largest entry of the tensor.
 
-    def build(self) -> tuple[nn.Cell, nn.Cell]:
+    def build(self):
         """Return a new loss cell and its optimizer, always with the same numbers."""
         ms.set_seed(0)
         np.random.seed(0)
@@ -123,16 +111,7 @@ class Program:
         return cell, optimizer
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a training."""
-
-    losses: list[float]
-    values: dict[str, Any]
-
-
-def tensors(tree: Any) -> Any:
-    """Return a nest of arrays as a nest of tensors."""
+def tensors(tree):
     if isinstance(tree, dict):
         return {key: tensors(item) for key, item in tree.items()}
     if isinstance(tree, (tuple, list)):
@@ -140,7 +119,7 @@ def tensors(tree: Any) -> Any:
     return Tensor(tree) if isinstance(tree, np.ndarray) else tree
 
 
-def rows_of(tree: Any, axis: Any, begin: int, end: int) -> Any:
+def rows_of(tree, axis, begin, end):
     """Return some rows of a nest of arrays, along the axes that GradAccumulation is told."""
     if isinstance(tree, dict):
         axes = axis if isinstance(axis, dict) else dict.fromkeys(tree, axis)
@@ -153,13 +132,7 @@ def rows_of(tree: Any, axis: Any, begin: int, end: int) -> Any:
     return tree.take(range(begin, end), axis)
 
 
-def micro_batches(program: Program, batch: Any) -> list[Any]:
-    axis = program.settings.get("batch_axis", 0)
-    size = ROWS // program.parts
-    return [rows_of(batch, axis, i * size, (i + 1) * size) for i in range(program.parts)]
-
-
-def loss_of(output: Any) -> float:
+def loss_of(output):
     output = output[0] if isinstance(output, (tuple, list)) else output
     return float(output.asnumpy())
 
@@ -167,17 +140,17 @@ def loss_of(output: Any) -> float:
 class Between(ms.train.Callback):
     """Does what the program does between its updates, and keeps the losses."""
 
-    def __init__(self, program: Program, cell: nn.Cell, optimizer: nn.Cell) -> None:
+    def __init__(self, program, cell, optimizer):
         super().__init__()
         self.between = functools.partial(program.between, cell=cell, optimizer=optimizer)
-        self.losses: list[float] = []
+        self.losses = []
 
-    def on_train_step_end(self, run_context: Any) -> None:
+    def on_train_step_end(self, run_context):
         self.losses.append(loss_of(run_context.original_args().net_outputs))
         self.between(len(self.losses) - 1)
 
 
-def train_step(program: Program, step: nn.Cell, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+def train_step(program, step, cell, optimizer, batches):
     losses = []
     for i, batch in enumerate(batches):
         losses.append(loss_of(step(*tensors(batch))))
@@ -185,7 +158,7 @@ def train_step(program: Program, step: nn.Cell, cell: nn.Cell, optimizer: nn.Cel
     return losses
 
 
-def train_model(program: Program, model: ms.Model, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+def train_model(program, model, cell, optimizer, batches):
     names = [f"column_{i}" for i in range(len(batches[0]))]
     dataset = GeneratorDataset(batches, names, shuffle=False)
     callback = Between(program, cell, optimizer)
@@ -193,7 +166,7 @@ def train_model(program: Program, model: ms.Model, cell: nn.Cell, optimizer: nn.
     return callback.losses
 
 
-def settings_of(program: Program, face: str) -> dict[str, Any]:
+def settings_of(program, face):
     """Return the settings of our face. To measure a loss takes most of the time op by op: one face does it there."""
     says = (program.named, program.nature, program.warned) != (None,) * 3
     alone = face == "step 4" or "step 4" not in program.faces
@@ -201,13 +174,16 @@ def settings_of(program: Program, face: str) -> dict[str, Any]:
     return program.step if measures else program.step | {"check_loss": False}
 
 
-def train_loop(program: Program, cell: nn.Cell, optimizer: nn.Cell) -> list[float]:
+def train_loop(program, cell, optimizer):
     loss_cell = GradAccumulation(cell, 1, **program.settings)
     accumulator = Accumulator(loss_cell, optimizer, program.parts, **settings_of(program, "Accumulator"))
     program.built(cell, optimizer)
     losses = []
+    axis = program.settings.get("batch_axis", 0)
+    size = ROWS // program.parts
     for i, batch in enumerate(program.batches()):
-        for part in micro_batches(program, batch):
+        for begin in range(0, ROWS, size):
+            part = rows_of(batch, axis, begin, begin + size)
             with accumulator.accumulate():
                 accumulator.backward(*tensors(part))
                 output = accumulator.step()
@@ -217,7 +193,7 @@ def train_loop(program: Program, cell: nn.Cell, optimizer: nn.Cell) -> list[floa
     return losses
 
 
-def train_ours(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell) -> list[float]:
+def train_ours(program, face, cell, optimizer):
     if face == "Accumulator":
         return train_loop(program, cell, optimizer)
     loss_cell = GradAccumulation(cell, 1 if face == "step 1" else program.parts, **program.settings)
@@ -230,7 +206,7 @@ def train_ours(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell) -
     return train_step(program, step, cell, optimizer, program.batches())
 
 
-def train_stock(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+def train_stock(program, face, cell, optimizer, batches):
     if face == "Model":
         model = ms.Model(cell, optimizer=optimizer, **program.stock_model)
         program.built(cell, optimizer)
@@ -240,7 +216,7 @@ def train_stock(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell, 
     return train_step(program, step, cell, optimizer, batches)
 
 
-def outcome(program: Program, train: Callable[..., list[float]], face: str, *batches: Any) -> Outcome:
+def outcome(program, train, face, *batches):
     cell, optimizer = program.build()
     try:
         losses = train(program, face, cell, optimizer, *batches)
@@ -249,10 +225,10 @@ def outcome(program: Program, train: Callable[..., list[float]], face: str, *bat
         _pynative_executor.clear_res()
         raise
     parameters = parameters_of(optimizer) | {each.name: each for each in cell.get_parameters()}
-    return Outcome(losses, values_of(parameters))
+    return SimpleNamespace(losses=losses, values=values_of(parameters))
 
 
-def oracle_mode(program: Program, mode: str) -> str:
+def oracle_mode(program, mode):
     """Return the mode in which MindSpore's own step runs that is compared with.
 
     Op by op it costs next to nothing, so its compiled twin is only taken where Python changes something before or
@@ -262,23 +238,19 @@ def oracle_mode(program: Program, mode: str) -> str:
     return mode if changes or "PYNATIVE" not in program.modes else "PYNATIVE"
 
 
-def stock_outcome(program: Program, face: str, mode: str, batches: list[Any]) -> Outcome:
-    with eagerly() if mode == "PYNATIVE" else graph_mode():
-        return outcome(program, train_stock, face, batches)
-
-
 @functools.cache
-def stock(program: Program, face: str, mode: str) -> Outcome:
+def stock(program, face, mode):
     """Return what MindSpore's own step, or its own Model, leaves. Check that it trains."""
     cell, optimizer = program.build()
     start = values_of({each.name: each for each in optimizer.parameters})
-    whole = stock_outcome(program, face, mode, program.batches())
+    with eagerly() if mode == "PYNATIVE" else graph_mode():
+        whole = outcome(program, train_stock, face, program.batches())
     moved = {name: deviation(whole.values[name], value) for name, value in start.items()}
     assert max(moved.values()) > 100 * program.rtol, f"nothing moves: {moved}"
     return whole
 
 
-def deviation(found: Any, expected: Any) -> float:
+def deviation(found, expected):
     """Largest deviation of one array relative to the largest entry of the expected one."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     if found.shape != expected.shape:
@@ -287,19 +259,16 @@ def deviation(found: Any, expected: Any) -> float:
     return error / max(np.max(np.abs(expected), initial=0.0), 1e-3) if np.isfinite(error) else np.inf
 
 
-def deviations(found: Outcome, expected: Outcome) -> dict[str, float]:
-    assert found.values.keys() == expected.values.keys()
-    return {name: deviation(found.values[name], value) for name, value in expected.values.items()}
-
-
-def check(program: Program, mode: str, face: str) -> None:
+def check(program, mode, face):
     """Check one cell of the table: equal to MindSpore's own training, or named."""
     mode, _, way = mode.partition(", ")
     ms.set_context(mode=MODES[mode])
-    if program.nature and face != "step 1" and verify_names(program, program.nature):
-        return
+    if program.nature and face != "step 1":
+        report = verify(program.build()[0], tuple(tensors(program.batches()[0])), program.parts)
+        if not report.equal and re.search(program.nature, " ".join(report.causes)):
+            return
     named = program.named if face != "step 1" else None
-    with all_warnings() as caught, compiled_as(way):
+    with told("For '") as said, compiled_as(way):
         try:
             found = outcome(program, train_ours, face)
         except Exception as error:
@@ -307,7 +276,6 @@ def check(program: Program, mode: str, face: str) -> None:
                 f"an error that nobody expects: {type(error).__name__}: {error}"
             )
             return
-    said = [str(each.message) for each in caught if str(each.message).startswith("For '")]
     about = [text for text in said if re.search(named or program.warned or "$^", text)]
     if named and about:
         assert len(about) == 1, f"said more than once: {about}"
@@ -318,38 +286,32 @@ def check(program: Program, mode: str, face: str) -> None:
 
 
 @contextmanager
-def compiled_as(way: str) -> Iterator[None]:
-    """Compile meanwhile all that the mode compiles, the network alone, or nothing."""
+def compiled_as(way):
     with pytest.MonkeyPatch.context() as patch, compiling("the network") if way == "network" else nullcontext():
         if way == "MS_JIT=0":
             patch.setenv("MS_JIT", "0")
         yield
 
 
-def verify_names(program: Program, cause: str) -> bool:
-    """Return whether `verify` says that micro batches are something else here, and why."""
-    cell, _ = program.build()
-    report = verify(cell, tuple(tensors(program.batches()[0])), program.parts)
-    return not report.equal and bool(re.search(cause, " ".join(report.causes)))
+def assert_equal(program, found, expected):
+    assert found.values.keys() == expected.values.keys()
+    errors = {name: deviation(found.values[name], value) for name, value in expected.values.items()}
+    errors["losses"] = deviation(found.losses, expected.losses)
+    too_far = {name: error for name, error in errors.items() if error > program.rtol}
+    assert not too_far, f"SILENT: {too_far}"
 
 
-def assert_equal(program: Program, found: Outcome, expected: Outcome) -> None:
-    too_far = {name: error for name, error in deviations(found, expected).items() if error > program.rtol}
-    losses = deviation(found.losses, expected.losses)
-    assert not too_far and losses <= program.rtol, f"SILENT: {too_far}, losses {found.losses} not {expected.losses}"
-
-
-def check_of(programs: dict[str, Program]) -> Callable[..., None]:
+def check_of(programs):
     """Return the test that a file of programs has: test_equal_or_named."""
 
     @pytest.mark.parametrize("program,mode,face", rows(programs))
-    def test_equal_or_named(program: Program, mode: str, face: str) -> None:
+    def test_equal_or_named(program, mode, face):
         check(program, mode, face)
 
     return test_equal_or_named
 
 
-def rows(programs: dict[str, Program]) -> list[Any]:
+def rows(programs):
     """Return the cells of the table as the parameters of a test; of each program one is in the first tier."""
     table = []
     for number, (name, program) in enumerate(programs.items()):
@@ -361,7 +323,7 @@ def rows(programs: dict[str, Program]) -> list[Any]:
     return table
 
 
-def runs_of(program: Program, mode: str, number: int) -> list[tuple[str, str]]:
+def runs_of(program, mode, number):
     """Return what of the program is run in this mode, if it is the number-th one of its file: ways and faces."""
     if program.nature:
         # The whole batch is compared, and `verify` looks at the micro batches.

@@ -24,8 +24,6 @@ def batch_norm(**settings):
 
 
 class Pretrained(nn.Cell):
-    """A backbone with a layer of two modes, and a head."""
-
     def __init__(self, layer):
         super().__init__()
         self.backbone = nn.SequentialCell(nn.Dense(4, 5), layer(), nn.Tanh())
@@ -48,17 +46,9 @@ def freeze_later(i, cell, optimizer):
         cell.backbone.set_train(False)
 
 
-def never_trained(cell, optimizer):
-    cell.set_train(False)
-
-
 def freeze_weights(cell, optimizer):
     for parameter in cell.backbone.get_parameters():
         parameter.requires_grad = False
-
-
-def head_only(cell):
-    return nn.Momentum(cell.head.trainable_params(), 0.05, 0.9)
 
 
 class Teacher(nn.Cell):
@@ -74,10 +64,6 @@ class Teacher(nn.Cell):
         return ops.square(self.student(x) - wanted).mean() + ops.square(self.student(x) - y).mean()
 
 
-def student(cell):
-    return nn.Momentum(cell.student.trainable_params(), 0.05, 0.9)
-
-
 def follow(i, cell, optimizer):
     for mine, other in zip(cell.teacher.get_parameters(), cell.student.get_parameters()):
         ops.assign(mine, 0.9 * mine + 0.1 * other)
@@ -91,7 +77,7 @@ PROGRAMS = {
     "mode before building": Program(**DOUBLES, prepare=freeze_mode),
     "mode after building": Program(**DOUBLES, built=freeze_mode),
     "mode in mid-training": Program(**DOUBLES, between=freeze_later),
-    "never in training mode": Program(**DOUBLES, prepare=never_trained),
+    "never in training mode": Program(**DOUBLES, prepare=lambda cell, optimizer: cell.set_train(False)),
     "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
     "BatchNorm before building, Model": Program(
         **NORM, prepare=freeze_mode, faces=("Model",), parts=1, warned="which was in evaluation mode"
@@ -101,9 +87,9 @@ PROGRAMS = {
     "BatchNorm of moving averages": Program(
         with_layer(lambda: batch_norm(use_batch_statistics=False)), momentum, prepare=freeze_weights
     ),
-    "head alone, by the optimizer": Program(with_layer(Doubles), head_only),
+    "head alone, by the optimizer": Program(with_layer(Doubles), lambda cell: momentum(cell.head)),
     "head alone, by requires_grad": Program(**DOUBLES, prepare=freeze_weights),
-    "teacher that follows the student": Program(Teacher, student, between=follow),
+    "teacher that follows the student": Program(Teacher, lambda cell: momentum(cell.student), between=follow),
 }
 
 

@@ -6,19 +6,17 @@ import mindspore as ms
 import numpy as np
 from harness import ROWS, UPDATES, Program, check_of, momentum, regression
 from mindspore import Tensor, nn, ops
+from step_probe import Of
 
 WORDS, LENGTH = 11, 5
 
 
 def sentences():
-    """Batches of words."""
     numbers = np.random.default_rng(6)
     return [(numbers.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32),) for _ in range(UPDATES)]
 
 
 class Block(nn.Cell):
-    """Attention and a feed-forward layer."""
-
     def __init__(self, width):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm((width,)), nn.LayerNorm((width,))
@@ -34,8 +32,6 @@ class Block(nn.Cell):
 
 
 class LanguageModel(nn.Cell):
-    """A language model whose head is its embedding."""
-
     def __init__(self, block=Block):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 4)
@@ -85,35 +81,6 @@ def points():
     return [(numbers.uniform(0, 3, (ROWS, 1)),) for _ in range(UPDATES)]
 
 
-class Clipped(nn.Cell):
-    """Passes its input on, and clips the gradient of each element: not linear in the gradient."""
-
-    def construct(self, x):
-        return x * 1.0
-
-    def bprop(self, x, out, dout):
-        return (ops.clip_by_value(dout, Tensor(-0.02, ms.float32), Tensor(0.02, ms.float32)),)
-
-
-class Straight(nn.Cell):
-    """Rounds forwards and passes the gradient on: a straight-through estimator."""
-
-    def construct(self, x):
-        return ops.round(x)
-
-    def bprop(self, x, out, dout):
-        return (dout,)
-
-
-class Around(nn.Cell):
-    def __init__(self, middle):
-        super().__init__()
-        self.first, self.middle, self.second = nn.Dense(4, 3), middle(), nn.Dense(3, 1)
-
-    def construct(self, x, y):
-        return ops.square(self.second(self.middle(self.first(x))) - y).mean()
-
-
 class OfDict(nn.Cell):
     """A graph convolution per row that takes a batch as a dict; all rows share one adjacency matrix."""
 
@@ -135,40 +102,26 @@ def nodes():
     ]
 
 
-class WithSettings(nn.Cell):
-    """Takes settings in what is like a dict and is none."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(4, 1)
-
-    def construct(self, x, y, settings):
-        return settings["scale"] * ops.square(self.layer(x) - y).mean()
-
-
 def with_settings():
+    """Takes settings in what is like a dict and is none."""
+    return Of(nn.Dense(4, 1), lambda out, y, settings: settings["scale"] * ops.square(out - y).mean())
+
+
+def settings():
     return [(x, y, UserDict(scale=2.0, names=["a"])) for x, y in regression()]
 
-
-# In a window of several batches it gets the gradient of each batch.
-LINEAR = "does in the backward pass .* must be linear"
 
 PROGRAMS = {
     "tied weights": Program(LanguageModel, adamw, sentences),
     "recompute": Program(lambda: LanguageModel(recomputed), adamw, sentences),
     "PINN in float64": Program(PINN, momentum, points),
-    "straight-through bprop": Program(lambda: Around(Straight), batches=regression, warned=LINEAR),
-    # Where something is clipped, the gradient of a mean over fewer rows is larger.
-    "bprop that clips": Program(lambda: Around(Clipped), nature="bprop"),
     "dict": Program(
         OfDict,
         batches=nodes,
         settings={"batch_axis": ({"x": 0, "labels": 0, "adjacency": None},)},
         faces=("step 1", "step 4", "Accumulator"),
     ),
-    "numbers in a UserDict": Program(
-        WithSettings, batches=with_settings, faces=("step 1", "step 4"), modes=("PYNATIVE",)
-    ),
+    "numbers in a UserDict": Program(with_settings, batches=settings, faces=("step 1", "step 4"), modes=("PYNATIVE",)),
 }
 
 

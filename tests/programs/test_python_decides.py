@@ -7,23 +7,8 @@ and by ours; there the two must agree.
 import mindspore as ms
 import numpy as np
 import pytest
-from harness import Program, check_of, outcome, stock, train_ours
+from harness import Net, Program, check_of, outcome, stock, train_ours
 from mindspore import Tensor, nn, ops
-
-
-class Net(nn.Cell):
-    """Two layers and a squared error: what the programs below change."""
-
-    def __init__(self, columns=4):
-        super().__init__()
-        self.first = nn.Dense(columns, 5)
-        self.second = nn.Dense(5, 1)
-
-    def forward(self, x):
-        return self.second(ops.tanh(self.first(x)))
-
-    def construct(self, x, y):
-        return ops.square(self.forward(x) - y).mean()
 
 
 class Annealed(Net):
@@ -86,8 +71,6 @@ class OpByOp(Net):
 
 
 class Grows(Net):
-    """Keeps all losses in a list, and counts calls in a dict."""
-
     def __init__(self):
         super().__init__()
         self.history = []
@@ -101,8 +84,6 @@ class Grows(Net):
 
 
 class EarlyExit(Net):
-    """A branch on a value, in Python."""
-
     def construct(self, x, y):
         out = self.forward(x)
         loss = ops.square(out - y).mean()
@@ -112,8 +93,6 @@ class EarlyExit(Net):
 
 
 class NumpyOfValues(Net):
-    """NumPy on values that are known only while the step runs."""
-
     def construct(self, x, y):
         weights = Tensor(np.abs(y.asnumpy()))
         return (ops.square(self.forward(x) - y) * weights).mean()
@@ -141,8 +120,6 @@ def hook_later(i, cell, optimizer):
 
 
 class PythonSGD(nn.Optimizer):
-    """An optimizer of a user, with a Python number that the loop changes."""
-
     factor = 1.0
 
     def __init__(self, params):
@@ -167,8 +144,6 @@ def clipped(grad):
 
 
 class HookedTensor(Net):
-    """Clips what comes back to a tensor, which is not linear."""
-
     def construct(self, x, y):
         hidden = ops.tanh(self.first(x))
         hidden.register_hook(clipped)
@@ -176,8 +151,6 @@ class HookedTensor(Net):
 
 
 class Clip(nn.Cell):
-    """The same by a backward pass of its own."""
-
     def construct(self, x):
         return x * 1.0
 
@@ -186,8 +159,6 @@ class Clip(nn.Cell):
 
 
 class ByHiddenCell(Net):
-    """The same by a cell in a list, which is none of this one's cells."""
-
     def __init__(self):
         super().__init__()
         self.clips = [Clip()]

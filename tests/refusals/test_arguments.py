@@ -52,11 +52,7 @@ def test_a_wrong_argument_is_refused_by_its_name_and_value(call, name, got, eage
         call()
 
 
-# batch_axis, and what is wrong with it.
-WRONG_AXES = [((0, "1"), "1"), ([0, (None, False)], False), ({"x": 1.5}, 1.5)]
-
-
-@pytest.mark.parametrize("batch_axis, wrong", WRONG_AXES, ids=repr)
+@pytest.mark.parametrize("batch_axis, wrong", [((0, "1"), "1"), ([0, (None, False)], False), ({"x": 1.5}, 1.5)])
 def test_batch_axis_is_made_of_ints_and_none(batch_axis, wrong):
     with refuses(TypeError, "'batch_axis'", typed(wrong)):
         GradAccumulation(loss_cell(), 2, batch_axis=batch_axis)

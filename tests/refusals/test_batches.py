@@ -6,13 +6,13 @@ from collections import UserDict
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X, batches, descend, toy, weight_of
+from linear_toy import X, batches, descend, line, toy, weight_of
 from loop_toy import toy_loop
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import Callback
 from refusal import loss_cell, new_step, refuses, warns
-from step_probe import changed, keeping_step, number, values_of
+from step_probe import Of, changed, keeping_step, number, values_of
 from strategies import endless, refusal
 
 from ms_gradaccum import GradAccumulation, GradAccumulationWarning, TokenMeanLoss, verify
@@ -44,20 +44,11 @@ def test_a_batch_that_cannot_be_split_is_refused_and_changes_nothing(case):
 
 
 def test_what_is_like_a_dict_goes_whole_into_a_network_of_whole_batches(eager):
-    class OfMapping(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.cell = loss_cell()
-
-        def construct(self, x, labels):
-            return self.cell(x, labels["y"])
-
-    assert number(keeping_step(OfMapping(), 1)(EIGHT, UserDict(y=2 * EIGHT)).loss) == 102
+    of_mapping = Of(line(), lambda out, labels: (out - labels["y"]).square().mean())
+    assert number(keeping_step(of_mapping, 1)(EIGHT, UserDict(y=2 * EIGHT)).loss) == 102
 
 
 class LossOf(nn.Cell):
-    """A loss cell that returns something of its squared errors."""
-
     def __init__(self, form):
         super().__init__()
         self.weight = Parameter(Tensor([1.0]), "weight")
@@ -211,8 +202,6 @@ def test_a_dataset_with_other_columns_than_the_network(columns):
 
 
 class Stumbling(Callback):
-    """Raises at one of the events of a training, the second time that it comes."""
-
     def __init__(self, event):
         super().__init__()
         self.left = 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from linear_toy import X, line, sgd
+from linear_toy import X, line, momentum, sgd
 from loop_toy import FOUR, batch, toy_loop, updates_of
 from mindspore import Tensor, nn, ops
 from modelled_window import ROWS, ROWS_OF_TWO, Modelled
@@ -19,16 +19,6 @@ from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_l
 from strategies import endless, examples, refusal
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
-
-
-def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
-    _, accumulator = toy_loop(2)
-    accumulator.backward(*FOUR[0])
-    with accumulator.accumulate():
-        accumulator.clip_grad_norm(1.0)
-        with refuses(RuntimeError, "backward() must come"):
-            accumulator.backward(*FOUR[1])
-        accumulator.zero_grad()
 
 
 def test_a_window_is_clipped_in_one_way():
@@ -44,33 +34,45 @@ def test_a_window_is_clipped_in_one_way():
     assert number(accumulator.step().clipped_grad_norm) == 1
 
 
+def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
+    _, accumulator = toy_loop(2)
+    accumulator.backward(*FOUR[0])
+    with accumulator.accumulate():
+        accumulator.clip_grad_norm(1.0)
+        with refuses(RuntimeError, "backward() must come"):
+            accumulator.backward(*FOUR[1])
+        accumulator.zero_grad()
+
+
+def classifier_loop(**settings):
+    network = nn.Dense(1, 3, "ones", "zeros")
+    optimizer = momentum(network, 0.1)
+    return optimizer, Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3, **settings)
+
+
 def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
     found = []
     for bad in (False, True):
-        network = nn.Dense(1, 3, "ones", "zeros")
-        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-        accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
+        optimizer, accumulator = classifier_loop()
         assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
         if bad:
             with pytest.raises(RuntimeError, match="^For 'GatherD'"):
                 updates_of(accumulator, [with_a_bad_label(5)])
         assert updates_of(accumulator, [tensors(X, LABELS)] * 2) == [False, True]
-        found.append(network.weight.asnumpy())
+        found.append(optimizer.parameters[0].asnumpy())
     np.testing.assert_array_equal(*found)
     assert not np.array_equal(found[0], np.ones_like(found[0]))
 
 
 def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():
-    network = nn.Dense(1, 3, "ones")
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3, compile=True)
-    start = {p.name: p.asnumpy().copy() for p in optimizer.get_parameters()}
+    optimizer, accumulator = classifier_loop(compile=True)
+    start = values_of(optimizer)
     assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
     with pytest.raises(RuntimeError, match="^For 'GatherD'"), warns("batch failed") as warned:
         updates_of(accumulator, [with_a_bad_label(5)])
     assert warned[0].filename == loop_toy.__file__
     assert accumulator.flush() is None
-    assert not changed(start, {p.name: p.asnumpy() for p in optimizer.get_parameters()})
+    assert not changed(start, values_of(optimizer))
     assert updates_of(accumulator, [tensors(X, LABELS)] * 3) == [False, False, True]
     assert ms.get_context("mode") == ms.PYNATIVE_MODE
 
@@ -86,19 +88,7 @@ def test_a_schedule_that_refuses_a_batch_does_not_count_it():
 
 
 # What a saved state holds of the model.
-STATE = (
-    "last_limit",
-    "weight",
-    "grad",
-    "total",
-    "updates",
-    "skipped",
-    "batches",
-    "count",
-    "ends",
-    "updated",
-    "is_open",
-)
+STATE = "last_limit weight grad total updates skipped batches count ends updated is_open".split()
 
 
 class AccumulatorOrders(Modelled):
@@ -161,8 +151,6 @@ class AccumulatorOrders(Modelled):
             self.begin()
         add()
         self.is_open = self.has_batch = True
-
-    # The calls.
 
     @rule(rows=ROWS)
     def backward(self, rows):
@@ -320,8 +308,6 @@ TestAccumulatorOrders.settings = examples(20, stateful_step_count=25)
 
 
 class Stumbling:
-    """A callback that raises at one of the events of a step, once."""
-
     at = None
 
     def on_micro_batch_begin(self, event):
@@ -374,8 +360,8 @@ class StepOrders(Modelled):
             step.add_callback(callback)
             self.built[:] = network, step, callback
         self.network, self.step, self.callback = self.built
-        self.step.body.accumulation_steps = self.steps = steps
         self.step.drop()
+        self.step.body.accumulation_steps = self.steps = steps
         self.network.weight.set_data(ops.zeros_like(self.network.weight))
         self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
         events = self.step.events
@@ -401,7 +387,7 @@ class StepOrders(Modelled):
         if self.count == 0:
             assert output is None
         else:
-            assert bool(output.updated.asnumpy()) == self.update()
+            assert output.is_updated == self.update()
             self.count = 0
 
     @rule()

@@ -8,6 +8,7 @@ from mindspore import Tensor, nn
 from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel.auto_parallel import AutoParallel
 from refusal import FACES, by_step, loss_cell, refuses
+from step_probe import sgd_step
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 from ms_gradaccum.backend.device import built_for
@@ -139,7 +140,7 @@ COLUMNS = [
 @pytest.mark.parametrize("batch, got, remedy", COLUMNS)
 def test_columns_of_other_names_are_named(batch, got, remedy, eager):
     cell = loss_cell()
-    step = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell))
+    step = sgd_step(cell)
     with refuses(TypeError, "construct(data, label)", got, remedy):
         step(**{name: Tensor(value) for name, value in batch.items()})
     cell = loss_cell()

@@ -16,7 +16,6 @@ MESSAGES = {
 
 
 def faults(message):
-    """Return the faults in the form of a message."""
     first, _, rest = message.partition("\n")
     found = []
     if not re.match(rf"For '[\w{VALUE}{{}}]+', ", first):

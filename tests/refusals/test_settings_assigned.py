@@ -75,7 +75,7 @@ def test_another_micro_size_is_obeyed_if_it_is_one():
     with refuses(ValueError, "'micro_size'"):
         train_step.network.micro_size = 0
     train_step(*map(Tensor, (X, 2 * X)))
-    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert weight_of(network) == pytest.approx(2.04)
 
 
 def test_another_last_window_is_obeyed_if_it_is_one():
@@ -85,4 +85,4 @@ def test_another_last_window_is_obeyed_if_it_is_one():
     model.last_window = "drop"
     model.train(1, batches(2))
     assert model.train_network.open_batches() == 0
-    assert weight_of(network) == pytest.approx(descend(range(1, 7)), rel=1e-6)
+    assert weight_of(network) == pytest.approx(descend(range(1, 7)))

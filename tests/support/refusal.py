@@ -41,6 +41,15 @@ def all_warnings():
         yield caught
 
 
+@contextmanager
+def told(key=""):
+    """Yield a list that has, at the end, the texts of the warnings that contain a key."""
+    texts = []
+    with all_warnings() as caught:
+        yield texts
+    texts += [text for each in caught if key in (text := str(each.message))]
+
+
 def _containing(keys):
     return "(?s)" + "".join(f"(?=.*{re.escape(key)})" for key in keys)
 

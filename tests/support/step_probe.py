@@ -1,5 +1,6 @@
 """Helpers of the tests of the training step: gradients and compilations that can be looked at."""
 
+import itertools
 from contextlib import contextmanager
 from functools import partialmethod
 from unittest import mock
@@ -74,6 +75,44 @@ class Listener(Callback):
     def ends(self):
         """The updates and the skipped ones at the end of each window."""
         return [told[-2:] for told in self.told if told[0] == "update_end"]
+
+
+class Of(nn.Cell):
+    """What a function makes of the output of a network and of the other inputs."""
+
+    def __init__(self, network, function):
+        super().__init__()
+        self.network, self.function = network, function
+
+    def construct(self, x, *others):
+        return self.function(self.network(x), *others)
+
+
+class Learned(nn.Cell):
+    """What a function makes of a parameter and the inputs."""
+
+    def __init__(self, start, function, dtype=ms.float32):
+        super().__init__()
+        self.weight, self.function = Parameter(Tensor(start, dtype), "weight"), function
+
+    def construct(self, *inputs):
+        return self.function(self.weight, *inputs)
+
+
+def fails_at(number, error):
+    """Return a forward hook that raises an error at one of its calls. Hooks make the network run op by op."""
+    calls = itertools.count(1)
+
+    def hook(cell, inputs, output):
+        if next(calls) == number:
+            raise error
+
+    return hook
+
+
+def sgd_step(cell, micro_size=2, rate=0.1, **settings):
+    """A step that trains a loss cell by plain gradient descent."""
+    return TrainOneStepCell(GradAccumulation(cell, micro_size), nn.SGD(cell.trainable_params(), rate), **settings)
 
 
 class OwnTrainStep(nn.Cell):

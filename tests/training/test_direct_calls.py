@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import X, line, mse, sgd
+from linear_toy import X, line, mse, sgd, weight_of
 from mindspore import Tensor, mint, nn
 from quick_mindspore import compiling
-from refusal import warns
+from refusal import by_loop, warns
 from step_probe import Around, tensors
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 BATCH = tensors(X, 2 * X)
 GRADS = (Tensor([[-10.0]], ms.float32),)
@@ -31,13 +31,8 @@ def step_of(network, optimizer):
 
 
 def loop_of(network, optimizer):
-    accumulator = Accumulator(mse(network), optimizer, check_loss=False)
-
-    def train():
-        accumulator.backward(*BATCH)
-        accumulator.step()
-
-    return accumulator, train
+    train = by_loop(mse(network), optimizer, *BATCH, check_loss=False)
+    return train, train
 
 
 class ByHand(nn.Cell):
@@ -114,7 +109,7 @@ def test_a_step_in_a_larger_graph_calls_its_optimizer_itself(mode):
     step, _ = step_of(network, sgd(network))
     with unnamed():
         Around(step)(*BATCH)
-    assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
+    assert weight_of(network) == pytest.approx(2.04)
 
 
 def test_a_step_that_is_gone_but_not_collected_owns_no_optimizer(mode):
@@ -133,12 +128,10 @@ def test_hooks_of_an_optimizer_are_called(eager):
     optimizer.register_forward_pre_hook(lambda cell, inputs: seen.append(len(inputs)))
     kept, train = step_of(network, optimizer)
     train()
-    assert seen == [1] and network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
+    assert seen == [1] and weight_of(network) == pytest.approx(2.04)
 
 
 class Logged(nn.SGD):
-    """An optimizer of the user that does something around each update."""
-
     seen = 0
 
     def __call__(self, *grads):

@@ -104,18 +104,3 @@ def test_a_callback_that_is_added_while_a_model_trains_stays(listener):
     for updates in (1, 2):
         model.train(1, batches(8), callbacks=[adds])
         assert listener.told[-1] == ("update_end", updates, updates, 0)
-
-
-def test_a_batch_that_begins_a_window_anew_is_counted_once(listener):
-    _, accumulator = own_loop(2)
-    accumulator.add_callback(listener)
-    for number in range(2):
-        with accumulator.accumulate():
-            if number:
-                accumulator.flush()  # the batch before: this one has added nothing yet
-            accumulator.backward(ROWS[0], ROWS[0])
-    assert [told[:2] for told in listener.told if told[0].endswith("_end")] == [
-        ("micro_batch_end", 1),
-        ("update_end", 2),
-        ("micro_batch_end", 2),
-    ]

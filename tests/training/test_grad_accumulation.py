@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 from open_window import buffer_of
 from refusal import warns
-from step_probe import keeping_step, number, tensors
+from step_probe import Learned, keeping_step, number, tensors
 from tiers import share_of
 
 from ms_gradaccum import GradAccumulation
@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 class Regression(nn.Cell):
-    """y = x @ weight + bias, trained on the mean over the rows of the squared error."""
-
     def __init__(self, columns):
         super().__init__()
         self.weight = Parameter(Tensor(np.linspace(-1, 1, columns), ms.float32), "weight")
@@ -37,13 +35,6 @@ def regression_by_hand(x, y):
     return np.mean(error**2), [2 * error @ x / len(x), np.array([2 * np.mean(error)])]
 
 
-def random_batch(seed, rows, columns):
-    """Rows whose errors are all near -10, so that no gradient is a difference of large numbers."""
-    random = np.random.default_rng(seed)
-    x, y = random.uniform(0.5, 1.5, (rows, columns)), random.uniform(8, 12, rows)
-    return x.astype(np.float32), y.astype(np.float32)
-
-
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5) | st.lists(st.integers(1, 20), min_size=1, max_size=1)
 
 
@@ -57,12 +48,15 @@ def windows_of_many(columns):
 def test_any_split_of_batches_of_any_sizes_has_the_gradient_of_all_rows(sizes, micro_size, columns, seed):
     step = windows_of_many(columns)
     step.network.micro_size = micro_size  # the split alone knows it: the graphs are the same
-    x, y = random_batch(seed, sum(sizes), columns)
+    # The errors of all rows are near -10, so that no gradient is a difference of large numbers.
+    random = np.random.default_rng(seed)
+    x = random.uniform(0.5, 1.5, (sum(sizes), columns)).astype(np.float32)
+    y = random.uniform(8, 12, sum(sizes)).astype(np.float32)
     for end, size in zip(np.cumsum(sizes), sizes):
         assert not number(step(*tensors(x[end - size : end], y[end - size : end])).updated)
     output = step.flush()
     loss, gradients = regression_by_hand(x, y)
-    assert number(output.weight) == sum(sizes) and number(output.updated)
+    assert number(output.weight) == sum(sizes) and output.is_updated
     assert number(output.loss) == pytest.approx(loss, rel=1e-5)
     for found, expected in zip(step.optimizer.gradients(), gradients):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -119,16 +113,9 @@ def test_every_form_in_which_a_network_may_return_its_loss(name):
 
 
 def test_a_weight_has_no_gradient_of_its_own():
-    class OwnWeight(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.weight = Parameter(Tensor([2.0]), "weight")
-
-        def construct(self, x):
-            return (self.weight * x).sum(), self.weight.sum() * x.shape[0]
-
+    own_weight = Learned([2.0], lambda weight, x: ((weight * x).sum(), weight.sum() * x.shape[0]))
     # 6 / (2 * 3): the weight counts and is not trained, by a step nor as a cell.
-    step = keeping_step(OwnWeight(), 2, weighted=True)
+    step = keeping_step(own_weight, 2, weighted=True)
     step(Tensor(np.float32([1, 2, 3])))
     assert step.optimizer.gradients() == [1]
     step.set_train()  # As a cell it splits its batch in training alone.
@@ -145,9 +132,3 @@ def test_as_a_cell_it_returns_the_weighted_mean_loss_and_differentiates_as_the_w
     with warns("train cell around"):
         loss, (gradient,) = ops.value_and_grad(cell, None, loss_cell.trainable_params())(*tensors(x, 2 * x))
     assert (loss.shape, loss.dtype, number(loss), number(gradient)) == ((), ms.float32, 20, -40)
-
-
-def test_out_of_training_it_returns_what_the_network_returns():
-    cell = GradAccumulation(Loss(FORMS["with other outputs"]), 3).set_train(False)
-    loss, errors, three = cell(*tensors(np.float32([1, 2, 3]), np.float32([2, 4, 6])))
-    assert number(loss) == pytest.approx(14 / 3) and errors.shape == (3,) and three == 3

@@ -29,11 +29,6 @@ class Line(nn.Cell):
         return ops.square(x * self.weight - y).mean() * factor
 
 
-class TakesBoth(Line):
-    def construct(self, x, y):
-        return self.loss(x, y)
-
-
 class TakesMore(Line):
     def construct(self, x, y=None, factor=1.0, *others):
         return self.loss(x, 2 * x if y is None else y, factor)
@@ -71,16 +66,12 @@ def assert_sums(step, *args, factor=1, **kwargs):
     assert number(buffer_of(step).sums[0]) == pytest.approx(factor * GRADIENT_SUM)
 
 
-def test_tensors_and_arrays_by_position_and_by_keyword():
-    step = open_step(TakesBoth())
+def test_tensors_arrays_defaults_none_python_values_and_numbers_as_tensors():
+    step = open_step(TakesMore())
     assert_sums(step, Tensor(X), Tensor(Y))
     assert_sums(step, X, Y)
     assert_sums(step, Tensor(X), y=Y)
     assert_sums(step, y=Tensor(Y), x=X)
-
-
-def test_defaults_none_python_values_and_numbers_as_tensors():
-    step = open_step(TakesMore())
     assert_sums(step, X)
     assert_sums(step, x=X)
     assert_sums(step, X, None, 3, factor=3)

@@ -49,8 +49,7 @@ def test_a_step_with_its_own_construct_is_refused(kind):
     optimizer = sgd(network)
     with refuses(TypeError, "would never be called"):
         kind(cell, optimizer)
-    # The refusal has not taken the optimizer.
-    TrainOneStepCell(cell, optimizer)
+    TrainOneStepCell(cell, optimizer)  # The refusal has not taken it.
 
 
 def test_a_loss_cell_with_its_own_construct_is_refused():

