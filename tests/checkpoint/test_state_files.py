@@ -394,6 +394,15 @@ def test_a_step_is_saved_between_its_batches_alone(event, tmp_path):
     assert held(fresh) == held(step)
 
 
+def test_a_loop_is_loaded_between_its_batches_alone(tmp_path):
+    _, accumulator = own_loop()
+    save_state(accumulator, tmp_path)
+    with refuses(RuntimeError, "loaded between two"):
+        with accumulator.accumulate():
+            accumulator.backward(X, X)
+            load_state(accumulator, tmp_path)
+
+
 HOLDER = """
 import sys
 from pathlib import Path

@@ -341,7 +341,7 @@ BAD = {
 
 
 def call(step, bad):
-    if isinstance(bad, tuple):
+    if not isinstance(bad, dict):
         return step(*bad)
     return step(*bad.get("args", ()), **{name: value for name, value in bad.items() if name != "args"})
 
