@@ -3,13 +3,16 @@
 python benchmarks/language_model.py                          # 1 k to 128 k words; some minutes, up to 9 GB
 python benchmarks/language_model.py --classes 1024 16384     # some of them
 python benchmarks/language_model.py --record docs/benchmarks/language_model.json
+python benchmarks/language_model.py --resident               # all memory of a transformer; up to 10 GB
 
 MindSpore's own step computes all logits and nn.CrossEntropyLoss; beside it a window of one micro batch with
-TokenMeanLoss, which takes the same logits, and with TokenMeanLoss and the head. All have the same loss.
+TokenMeanLoss, which takes the same logits, and with TokenMeanLoss and the head. All have the same loss. The memory of a
+whole training is set beside that of a loss which reads one word of the head for each token and has no table.
 """
 
 import argparse
 import json
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -18,22 +21,29 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from windows import TokenLoss, in_child, peak_of, versions
+from windows import TokenLoss, in_child, peak_of, status, versions
 
 from ms_gradaccum import TokenMeanLoss, TrainOneStepCell
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
+from transformer import Block  # noqa: E402
+
 STOCK, LOGITS, HEAD = "MindSpore's own step", "TokenMeanLoss", "TokenMeanLoss, head"
+STOCK_WITHOUT, WITHOUT = "MindSpore's own step, no table", "a window, no table"
 MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
 TOKENS, WIDTH = (16, 64), 128
 
 
 class Network(nn.Cell):
-    """An embedding, a layer and, if asked, the head."""
+    """An embedding, a layer or several of a transformer and, if asked, the head."""
 
-    def __init__(self, classes: int, with_head: bool) -> None:
+    def __init__(self, classes: int, with_head: bool, width: int = WIDTH, layers: int = 0) -> None:
         super().__init__()
-        self.embedding, self.layer = nn.Embedding(classes, WIDTH), nn.Dense(WIDTH, WIDTH)
-        self.head = nn.Dense(WIDTH, classes, has_bias=False)
+        self.embedding = nn.Embedding(classes, width)
+        self.layer = nn.Dense(width, width)
+        if layers:
+            self.layer = nn.SequentialCell([Block(width, 8, TOKENS[1]) for _ in range(layers)])
+        self.head = nn.Dense(width, classes, has_bias=False)
         self.with_head = with_head
 
     def construct(self, tokens: Tensor) -> Tensor:
@@ -76,13 +86,65 @@ def measure(mode: str, row: str, classes: int, repeat: int) -> dict[str, Any]:
     return {"losses": losses, "memory": memory, "seconds": min(seconds)}
 
 
+class NoTable(nn.Cell):
+    """A mean over tokens that reads the row of the label in the head, and no other logit."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.weight = network.head.weight
+
+    def construct(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return (self.network(tokens) * ops.gather(self.weight, labels, 0)).sum(-1).mean()
+
+
+def resident(mode: str, row: str, classes: int) -> tuple[float, float]:
+    """Return the memory in MB that two windows of a transformer need at least, and what they take.
+
+    That is parameters, Adam's moments and, in a window, the sums. What the process has after two windows of a small
+    vocabulary is not counted.
+    """
+    ms.set_context(mode=MODES[mode])
+    is_stock = row in (STOCK, STOCK_WITHOUT)
+    for words in (64, classes):
+        before = status("VmRSS")
+        network = Network(words, row in (STOCK, LOGITS), width=512, layers=6)
+        optimizer = nn.Adam(network.trainable_params(), 1e-4)
+        loss_cell = NoTable(network)
+        if row == STOCK:
+            loss_cell = TokenLoss(network)
+        elif row in (LOGITS, HEAD):
+            loss_cell = TokenMeanLoss(network, head=network.head if row == HEAD else None)
+        step = nn.TrainOneStepCell(loss_cell, optimizer)
+        if not is_stock:
+            step = TrainOneStepCell(loss_cell, optimizer, check_loss=False)
+        batch = [Tensor(np.random.default_rng(1).integers(0, words, TOKENS), ms.int32)] * 2
+        for _ in range(2):
+            run_window(step.set_train(), batch)
+    parameters = sum(parameter.nbytes for parameter in network.get_parameters()) / 2**20
+    return parameters * (3 if is_stock else 4), status("VmHWM") - before
+
+
+def print_resident(modes: list[str]) -> None:
+    for mode in modes:
+        print(f"\n{mode:32}{'needed':>8}{'MB':>8}{'ratio':>7}")
+        for row in (STOCK, STOCK_WITHOUT, WITHOUT, LOGITS, HEAD):
+            needed, taken = in_child(resident, mode, row, 100_000)
+            print(f"{row:32}{needed:8.0f}{taken:8.0f}{taken / needed:7.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", nargs="+", type=int, default=[1024, 4096, 16384, 65536, 131072])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeat", type=int, default=5, help="windows that are timed")
+    parser.add_argument("--resident", action="store_true", help="all memory of a transformer of 100,000 words")
     parser.add_argument("--record", type=Path, help="a file for the figures, which draw.py draws")
     args = parser.parse_args()
+    if args.resident:
+        print(f"{TOKENS[0] * TOKENS[1]} tokens, 6 layers, width 512, Adam; {versions()}")
+        print_resident(args.modes)
+        return
     print(f"{TOKENS[0] * TOKENS[1]} tokens, width {WIDTH}, SGD; {versions()}")
     rows = []
     for mode in args.modes:
