@@ -85,12 +85,13 @@ def test_gradients_without_a_loss_are_reported_without_one(tmp_path):
     _, accumulator = own_loop(2)
     reporter, path = StepReporter(accumulator), tmp_path / "run.jsonl"
     logger = MetricsLogger(path, train_step=accumulator)
-    losses = []
+    losses, known = [], []
     for loss in (None, None, 3.0, None, 3.0, 5.0):
         output = accumulator((Tensor([[1.0]]),), 2, loss)
+        known.append(output.loss is not None and output[0] is not None)
         logger.log(output)
         losses += [report.loss for report in [reporter.report(output)] if report is not None]
-    assert losses == [None, None, 4.0]
+    assert losses == [None, None, 4.0] and known == [False, False, True, False, True, True]
     assert ["loss" in record for record in lines_of(path)] == [False, False, True]
     assert [record["update"] for record in read_run(path)] == [1, 2, 3]
     accumulator((Tensor([[1.0]]),), 2, np.nan)

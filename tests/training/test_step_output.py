@@ -12,7 +12,7 @@ from mindspore import Tensor, amp, nn
 from refusal import refuses
 from step_probe import number, tensors
 
-from ms_gradaccum import StepOutput, TrainOneStepCell
+from ms_gradaccum import MixedPrecision, StepOutput, TrainOneStepCell
 
 FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
 
@@ -32,6 +32,13 @@ def test_a_step_unpacks_as_mindspores_step_with_a_loss_scale(mode):
     assert (number(loss), number(overflow), number(scale)) == (pytest.approx(102), False, 4.0)
     assert len(output) == 3 and output[-1] is scale and output.loss is loss and output.overflow is overflow
     assert number(output.weight) == 8 and output.is_updated
+
+
+def test_the_scale_of_the_step_follows_its_changes(eager):
+    _, step = toy_step(mixed_precision=MixedPrecision(init_scale=64.0, growth_interval=1))
+    assert number(step.scale_sense) == 64
+    used = step(*tensors(X, 2 * X)).loss_scale
+    assert (number(used), number(step.scale_sense)) == (64, 128)
 
 
 def test_the_numbers_of_several_outputs_are_those_of_their_losses():

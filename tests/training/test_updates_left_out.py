@@ -75,7 +75,7 @@ def test_the_output_the_events_and_an_ema_follow_the_optimizer(mode, maker):
     for batch, updated in zip(data(), UPDATED):
         before = network.weight.asnumpy().copy()
         output = step(*batch)
-        assert output.is_updated == output.is_updated == updated
+        assert bool(output.updated) == output.is_updated == updated
         assert not bool(output.overflow) and output.ends_window
         assert (not np.array_equal(network.weight.asnumpy(), before)) == updated
         expected = 0.5 * (expected + network.weight.asnumpy()) if updated else expected
