@@ -30,6 +30,7 @@ from transformer import Block  # noqa: E402
 
 STOCK, LOGITS, HEAD = "MindSpore's own step", "TokenMeanLoss", "TokenMeanLoss, head"
 STOCK_WITHOUT, WITHOUT = "MindSpore's own step, no table", "a window, no table"
+STOCK_ROWS = (STOCK, STOCK_WITHOUT)
 MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
 TOKENS, WIDTH = (16, 64), 128
 
@@ -51,17 +52,36 @@ class Network(nn.Cell):
         return self.head(hidden) if self.with_head else hidden
 
 
+class NoTable(nn.Cell):
+    """A mean over tokens that reads the row of the label in the head, and no other logit."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.weight = network.head.weight
+
+    def construct(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return (self.network(tokens) * ops.gather(self.weight, labels, 0)).sum(-1).mean()
+
+
 def build(row: str, classes: int) -> Any:
     ms.set_seed(0)
     network = Network(classes, row != HEAD)
     random = np.random.default_rng(0)
     for parameter in network.get_parameters():
         parameter.set_data(Tensor(random.normal(0, 0.1, parameter.shape).astype(np.float32)))
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    return step_of(row, network, nn.SGD(network.trainable_params(), 0.1))
+
+
+def step_of(row: str, network: Network, optimizer: nn.Cell) -> Any:
+    """Return the step of a row, in training mode."""
+    loss_cell = NoTable(network)
     if row == STOCK:
-        return nn.TrainOneStepCell(TokenLoss(network), optimizer).set_train()
-    head = network.head if row == HEAD else None
-    loss_cell = TokenMeanLoss(network, head=head)
+        loss_cell = TokenLoss(network)
+    elif row in (LOGITS, HEAD):
+        loss_cell = TokenMeanLoss(network, head=network.head if row == HEAD else None)
+    if row in STOCK_ROWS:
+        return nn.TrainOneStepCell(loss_cell, optimizer).set_train()
     return TrainOneStepCell(loss_cell, optimizer, check_loss=False).set_train()
 
 
@@ -86,18 +106,6 @@ def measure(mode: str, row: str, classes: int, repeat: int) -> dict[str, Any]:
     return {"losses": losses, "memory": memory, "seconds": min(seconds)}
 
 
-class NoTable(nn.Cell):
-    """A mean over tokens that reads the row of the label in the head, and no other logit."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.weight = network.head.weight
-
-    def construct(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return (self.network(tokens) * ops.gather(self.weight, labels, 0)).sum(-1).mean()
-
-
 def resident(mode: str, row: str, classes: int) -> tuple[float, float]:
     """Return the memory in MB that two windows of a transformer need at least, and what they take.
 
@@ -105,24 +113,15 @@ def resident(mode: str, row: str, classes: int) -> tuple[float, float]:
     vocabulary is not counted.
     """
     ms.set_context(mode=MODES[mode])
-    is_stock = row in (STOCK, STOCK_WITHOUT)
     for words in (64, classes):
         before = status("VmRSS")
         network = Network(words, row in (STOCK, LOGITS), width=512, layers=6)
-        optimizer = nn.Adam(network.trainable_params(), 1e-4)
-        loss_cell = NoTable(network)
-        if row == STOCK:
-            loss_cell = TokenLoss(network)
-        elif row in (LOGITS, HEAD):
-            loss_cell = TokenMeanLoss(network, head=network.head if row == HEAD else None)
-        step = nn.TrainOneStepCell(loss_cell, optimizer)
-        if not is_stock:
-            step = TrainOneStepCell(loss_cell, optimizer, check_loss=False)
+        step = step_of(row, network, nn.Adam(network.trainable_params(), 1e-4))
         batch = [Tensor(np.random.default_rng(1).integers(0, words, TOKENS), ms.int32)] * 2
         for _ in range(2):
-            run_window(step.set_train(), batch)
+            run_window(step, batch)
     parameters = sum(parameter.nbytes for parameter in network.get_parameters()) / 2**20
-    return parameters * (3 if is_stock else 4), status("VmHWM") - before
+    return parameters * (3 if row in STOCK_ROWS else 4), status("VmHWM") - before
 
 
 def print_resident(modes: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Figures of the package's structure: its files, lines and floors of imports.
 
-`./run.sh bench structure` prints these figures, and `docs/architecture.md` says what they should be.
+`./run.sh bench structure` prints these figures, which `docs/architecture.md` shows.
 """
 
 import argparse
