@@ -473,6 +473,25 @@ def test_gradients_are_compared_by_the_training_program(kind, count, mode):
     assert ["the gradient of two micro batches" in each for each in said] == [True] * count
 
 
+def test_a_sum_that_hides_from_the_loss_is_seen_op_by_op(eager):
+    """An exchange keeps the number of rows; halves of the micro batches do not."""
+
+    def with_sum(cell, x, y):
+        aux = cell.net(x).square().sum()
+        return squares(cell, x, y) + 0.1 * (aux - ops.stop_gradient(aux))
+
+    (said,) = said_of(Of(with_sum), Tensor(X), Tensor(Y), batches=3, learning_rate=1e-3)
+    assert "the gradient of two micro batches" in said
+
+
+def test_rows_in_groups_that_halves_break_are_right(eager):
+    def of_pairs(cell, x, y):
+        pairs = (cell.net(x) - y).square().mean(-1).reshape(-1, 2)
+        return (pairs[:, 0] * pairs[:, 1]).mean()
+
+    assert said_of(Of(of_pairs), Tensor(X), Tensor(Y), micro_size=len(X) // 2, batches=3) == []
+
+
 def test_a_finding_in_gradients_runs_nothing_op_by_op_where_the_training_is_compiled(monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
