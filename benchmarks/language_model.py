@@ -75,11 +75,13 @@ def build(row: str, classes: int) -> Any:
 
 def step_of(row: str, network: Network, optimizer: nn.Cell) -> Any:
     """Return the step of a row, in training mode."""
-    loss_cell = NoTable(network)
+    loss_cell: nn.Cell
     if row == STOCK:
         loss_cell = TokenLoss(network)
     elif row in (LOGITS, HEAD):
         loss_cell = TokenMeanLoss(network, head=network.head if row == HEAD else None)
+    else:
+        loss_cell = NoTable(network)
     if row in STOCK_ROWS:
         return nn.TrainOneStepCell(loss_cell, optimizer).set_train()
     return TrainOneStepCell(loss_cell, optimizer, check_loss=False).set_train()

@@ -1,4 +1,4 @@
-"""The gradient of two micro batches, which must stay when these exchange rows: what hides from the loss shows here."""
+"""The gradient of two micro batches, which other parts of their rows must have, too: what hides from the loss shows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,18 +49,12 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
     first = first.beside(second)
     own = program.gradient_of(losses, program.add, first, second)
     if both.size > 2 or not losses.is_eager:  # Single rows have no halves to exchange, and joining takes a graph.
-        cuts = [first.size]
-        if losses.is_eager:
-            # Parts of half the size show a sum, too. In GRAPH mode another size takes a graph.
-            half = max(1, first.size // 2)
-            cuts = list(range(half, both.size, half))
-        places = np.roll(range(both.size), first.size // 2)
+        parts = _halves(both, first.size) if losses.is_eager else _exchanged(both, first.size)
         with suppress(Exception):  # Networks whose rows belong in groups may not take fewer rows.
-            parts = [both.take(part.tolist()) for part in np.split(places, cuts)]
             error = _distance(own, program.gradient_of(losses, program.add, *parts))
             if not GRADIENT_TOLERANCE < error < math.inf:
                 return 0.0
-    # Rows may belong in groups, which an exchange breaks and joining does not.
+    # Rows may belong in groups, which other parts break and joining does not.
     joined = program.gradient_of(losses, program.add_anew, both)
     if abs(relative(joined[0] - own[0], own[0])) > GRADIENT_TOLERANCE:
         # A number was changed after the program was compiled, or the random numbers are others.
@@ -71,6 +65,18 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
         noise = _distance(own, program.gradient_of(losses, program.add, first, second))
     error = _distance(own, joined)
     return error if error > max(GRADIENT_TOLERANCE, NUM_DEVIATIONS * noise) else 0.0
+
+
+def _exchanged(both: Rows, size: int) -> list[Rows]:
+    """Return two micro batches, of which the first has so many rows, after they have exchanged half of their rows."""
+    places = np.roll(range(both.size), size // 2).tolist()
+    return [both.take(places[:size]), both.take(places[size:])]
+
+
+def _halves(both: Rows, size: int) -> list[Rows]:
+    """Return the rows in parts of half a micro batch, which show a sum, too. Compiled, they would take a graph."""
+    half = max(1, size // 2)
+    return [both.take(range(both.size)[begin : begin + half]) for begin in range(0, both.size, half)]
 
 
 def _totals(buffers: Sequence[GradientBuffer]) -> Array:

@@ -1,8 +1,8 @@
 """The measurement that shows, on the first batches, whether micro batches train what the whole batch trains.
 
 It looks at what accumulation assumes. Two micro batches together must have the mean of their losses (their sums and
-weights must add up), a micro batch must have the same loss whatever ran before it, and the gradients of two micro
-batches must stay when these exchange rows.
+weights must add up), a micro batch must have the same loss whatever ran before it, and other parts of the rows of two
+micro batches must have the same gradients.
 """
 
 import itertools
