@@ -216,7 +216,9 @@ class MicroSteps:
         is_seen = is_eager or self.advisor.is_on
         if is_seen:
             batch = SeenBatch(inputs, whole, weight, is_last, is_eager)
-            self.advisor.before_batch(batch, functools.partial(self._program, step, batch_rows))
+            is_part = len(split.micro_batches) > 1
+            make_program = functools.partial(self._program, step, batch_rows if is_part else None)
+            self.advisor.before_batch(batch, make_program)
         parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, weight)
         steps = [step] * (len(parts) - 1) + [last]
         outputs = self._run_all(steps, parts, inputs, progress)
@@ -259,11 +261,12 @@ class MicroSteps:
             parts.append(MicroBatch(rows, (*first, *tensors)))
         return parts
 
-    def _program(self, step: Compiled | EagerMicroStep, batch_rows: float) -> Program:
-        """Return what adds the gradients of any rows, to measure it."""
+    def _program(self, step: Compiled | EagerMicroStep, batch_rows: float | None) -> Program:
+        """Return what adds the gradients of any rows, to measure it. With no ``batch_rows``, they are a batch."""
 
         def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
-            step(*self.starts(step.cell.backward_start, rows.size, batch_rows), *rows.tensors)
+            first = self.starts(step.cell.backward_start, rows.size, batch_rows or rows.size)
+            step(*first, *rows.tensors)
 
         def run_anew(rows: Rows) -> None:
             if isinstance(step, Compiled):

@@ -484,6 +484,32 @@ def test_a_sum_that_hides_from_the_loss_is_seen_op_by_op(eager):
     assert "the gradient of two micro batches" in said
 
 
+class AddsAuxiliary(nn.Cell):
+    """A loss gets the gradient of another one, whatever it is scaled by, as in mixtures of experts."""
+
+    def construct(self, out, auxiliary):
+        return out * 1.0
+
+    def bprop(self, out, auxiliary, result, grad):
+        return grad, ops.full_like(auxiliary, 0.1)
+
+
+def test_a_gradient_with_a_scale_of_its_own_counts_once_for_each_batch(eager):
+    """Micro batches of one batch add it several times; batches of a window have their mean, which is right."""
+
+    def with_auxiliary(cell, x, y):
+        out = cell.net(x)
+        return (cell.adds(out, out.square().mean()) - y).square().mean()
+
+    cell = Of(with_auxiliary, adds=AddsAuxiliary())
+    (said,) = said_of(cell, Tensor(X), Tensor(Y), batches=3)
+    assert "the gradient of two micro batches" in said
+    step = step_of(Of(with_auxiliary, adds=AddsAuxiliary()), micro_size=1, accumulation_steps=2)
+    half = len(X) // 2
+    batches = [(Tensor(X[:half]), Tensor(Y[:half])), (Tensor(X[half:]), Tensor(Y[half:]))] * 3
+    assert said_by(lambda: [step(*batch) for batch in batches]) == []
+
+
 def test_rows_in_groups_that_halves_break_are_right(eager):
     def of_pairs(cell, x, y):
         pairs = (cell.net(x) - y).square().mean(-1).reshape(-1, 2)
