@@ -185,8 +185,10 @@ class Advisor(SilentAdvisor):
         if batch is None:
             return
         measurement = self.measurement
-        if measurement is not None and measurement.is_due and batch.weight != 0.0:
-            self._end_measuring(measurement.after_batch(self._rows_of(batch), outputs, num_windows))
+        if measurement is not None:
+            measurement.schedule.end_batch()
+            if measurement.is_due and batch.weight != 0.0:
+                self._end_measuring(measurement.after_batch(self._rows_of(batch), outputs, num_windows))
         if self.watch.is_on:
             self.watch.end_batch(batch.is_last)
         self._look_on()

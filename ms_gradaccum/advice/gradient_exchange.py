@@ -29,7 +29,8 @@ class Program(NamedTuple):
     buffers: list[GradientBuffer]
 
     def gradient_of(self, losses: LossOfRows, add: AddRows, *parts: Rows) -> Array:
-        """Return what rows add to the loss and to the sums of the gradients."""
+        """Return what rows add to the loss and to the sums of the gradients, from the state before the window."""
+        losses.restore()
         try:
             for rows in parts:
                 losses.random.put_back(1)

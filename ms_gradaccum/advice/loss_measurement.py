@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum._checks import first_line, listed, warn
-from ms_gradaccum.advice.gradient_exchange import NUM_DEVIATIONS, Program, gradient_error
+from ms_gradaccum.advice.gradient_exchange import Program, gradient_error
 from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, error_of, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
 from ms_gradaccum.advice.schedule import Schedule
@@ -26,9 +26,11 @@ from ms_gradaccum.backend.tolerances import TOLERANCES
 MIN_CERTAIN_ERROR = 1e-2
 NUM_ORDERS = 10
 NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
-# Measurements of a loss that draws random numbers, and as many if its error exceeds a few deviations.
-NUM_DRAWS = (4, 16)
-NUM_LIKELY = 3
+# Differences that rounding to 16 bits explains, by the names in a network's code that may cast a part of its loss.
+_OF_CASTS = {"float16": 2.0**-10, "half": 2.0**-10, "bfloat16": 2.0**-7}
+# Measurements of a loss that draws random numbers, and the deviations of their mean that its error must exceed. A few
+# measurements may lie together by chance.
+DRAWS = {4: 3, 16: 6}
 _OWNER = "GradAccumulation"
 HIDE = "check_loss=False leaves this out."
 _PAGE = 'See "Losses and their ways out" on docs/concepts.md.'
@@ -78,7 +80,7 @@ class LossMeasurement:
         self.state: Snapshot | None = None
         # A batch of one micro batch that is due, until the next batch is joined with it.
         self.waiting: list[Part] = []
-        # The windows that have begun, and a micro batch of the first one until the second begins.
+        # The windows since the start or a change, and a micro batch of the first one until the second begins.
         self.windows = 0
         self.first: Rows | None = None
 
@@ -90,6 +92,8 @@ class LossMeasurement:
     def before_batch(self) -> str:
         """Prepare the measurement of the next batch if it is due."""
         self.schedule.begin_batch()
+        if self.schedule.follows_change:
+            self.windows = 0
         if self.waiting or not self.schedule.is_due:
             return ""
         self.state = Snapshot(self.network.network, moved=self.losses.moved)
@@ -141,7 +145,7 @@ class LossMeasurement:
             return ""
         first = a.rows.beside(second)
         # Only the losses of a training tell of state, and of one network with the same inputs.
-        is_known = a.updates == b.updates and a.rows.has_inputs_of(second) and math.isfinite(a.mean + b.mean)
+        is_known = a.updates == b.updates and first is a.rows and math.isfinite(a.mean + b.mean)
         with losses.passes(state):
             try:
                 whole = losses.of(both)
@@ -177,7 +181,7 @@ class LossMeasurement:
         losses.programs.clear()
         whole = losses.alone(both)
         if losses.alone(both) != whole:
-            return self._by_chance(lambda: error_of(*map(losses.of, (both, first, second))), losses.rounding(whole))
+            return self._by_chance(lambda: [error_of(*map(losses.of, (both, first, second)))], losses.rounding(whole))
         a, b_after_a = self._in_turn(first, second)
         b = losses.alone(second)
         rounding = losses.rounding(whole, a, b)
@@ -197,6 +201,9 @@ class LossMeasurement:
                 if abs(relative(losses.alone(both).value - whole.value, whole.value)) > rounding:
                     return self._of_draws(first, second, rounding)
         if error < MIN_CERTAIN_ERROR:
+            casts = losses.start.code.names & _OF_CASTS.keys()
+            if any(error <= _OF_CASTS[name] for name in casts):
+                return ""
             # Another order of the rows is rounding. Groups of rows stay together.
             orders = (second.joined(first), both.take(range(both.size)[::-1]))
             effects = [relative(losses.alone(rows).value - whole.value, whole.value) for rows in orders]
@@ -215,29 +222,30 @@ class LossMeasurement:
         b = second.take(size)
         rows = (a.joined(b), b.joined(b), a, b)
 
-        def draw() -> float:
+        def draw() -> list[float]:
             totals = np.array([self.losses.of(each).total for each in rows])
             change = totals[2] - totals[3]
             error = totals[0] - totals[1] - change
             is_rounding = abs(error) <= NUM_ORDERS * rounding * np.abs(totals).max()
-            return 0.0 if is_rounding else float(error / change)
+            of_constant = totals[0] - totals[2] - totals[3]  # What all rows have alike is in no change.
+            return [0.0 if is_rounding else error / change, of_constant / totals[0]]
 
         return self._by_chance(draw, rounding)
 
-    def _by_chance(self, draw: Callable[[], float], rounding: float) -> str:
-        """Return the sentence for an error with other random numbers each time, whose mean must be rounding."""
-        errors: list[float] = []
-        for count in NUM_DRAWS:
-            while len(errors) < count:
+    def _by_chance(self, draw: Callable[[], list[float]], rounding: float) -> str:
+        """Return the sentence for errors with other random numbers each time, whose means must be rounding."""
+        draws: list[list[float]] = []
+        error = 0.0
+        for count, deviations in DRAWS.items():
+            while len(draws) < count:
                 self.losses.random.note()
-                errors.append(draw())
-            error = abs(float(np.mean(errors)))
-            noise = float(np.std(errors, ddof=1)) / count**0.5
-            if error <= max(NUM_LIKELY * noise, rounding):
+                draws.append(draw())
+            errors = np.abs(np.mean(draws, 0))
+            noise = np.std(draws, 0, ddof=1) / count**0.5
+            error = float(errors[errors > np.maximum(deviations * noise, rounding)].max(initial=0.0))
+            if not error:
                 return ""
-            if error > NUM_DEVIATIONS * noise:
-                return self._of_losses(error)
-        return ""
+        return self._of_losses(error)
 
     def _of_losses(self, error: float) -> str:
         what = "the loss of two micro batches together is not the mean of their losses"
@@ -254,7 +262,7 @@ class LossMeasurement:
     # ---- the gradients of the training program
 
     def begin_window(self, parts: Sequence[Rows], program: Program) -> str:
-        """At the second window, compare the gradient of two micro batches with those of their parts."""
+        """At the second window, also after a change, compare the gradient of two micro batches with their parts'."""
         self.windows += 1
         first = parts[0] if len(parts) > 1 else self.first
         self.first = parts[-1] if self.windows == 1 else None

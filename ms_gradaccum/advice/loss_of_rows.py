@@ -68,9 +68,8 @@ class LossOfRows:
             yield
 
     def restore(self) -> None:
-        """Let the next pass begin as in training, but without hooks, Dropout and BatchNorm."""
+        """Let the next pass begin as in training, but without Dropout and BatchNorm."""
         self.start.put_back()
-        self.start.leave_out_hooks()
         self.has_evaluated = evaluate(self.start.cells, IN_TRAINING_ONLY)
 
     def alone(self, rows: Rows) -> Loss:

@@ -69,20 +69,17 @@ class Rows(NamedTuple):
         return Rows(other.structure, tuple(tensors), ours.axes, self.size + other.size, self.weight + other.weight)
 
     def beside(self, other: "Rows") -> "Rows":
-        """Return these rows with the other inputs of ``other``: the weight of a term may change in each batch."""
-        tensors = []
-        for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
-            tensors.append(theirs if axis is None else ours)
-        return self._replace(structure=other.structure, tensors=tuple(tensors))
+        """Return these rows with the other inputs of ``other``: the weight of a term may change in each batch.
 
-    def has_inputs_of(self, other: "Rows") -> bool:
-        """Return whether all inputs but the rows are those of ``other``."""
-        if self.structure != other.structure:
-            return False
+        If these are the same, it is this object.
+        """
+        tensors = []
+        is_same = self.structure == other.structure
         for ours, theirs, axis in zip(self.tensors, other.tensors, self.axes):
-            if axis is None and not np.array_equal(as_array(ours), as_array(theirs)):
-                return False
-        return True
+            if axis is None:
+                is_same = is_same and np.array_equal(as_array(ours), as_array(theirs))
+            tensors.append(theirs if axis is None else ours)
+        return self if is_same else self._replace(structure=other.structure, tensors=tuple(tensors))
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return some of the rows."""

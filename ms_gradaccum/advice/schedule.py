@@ -7,14 +7,17 @@ from mindspore import Parameter, nn
 
 
 class Schedule:
-    """Batches 1, 2, 4, 8 ... are due, and those after a change of a number of a cell or of a scalar parameter.
+    """Batches 1, 2, 4, 8 ... are due, and those before which a number of a cell or a scalar parameter has changed.
 
-    A loop may change these, as the weight of a term. Optimizers do not update them.
+    A loop may change these, as the weight of a term. Optimizers do not update them, and what a forward pass changes
+    does not count.
     """
 
     def __init__(self, network: nn.Cell, parameters: Sequence[Parameter]) -> None:
         self.batches = 0
-        self.is_due = False  # Whether the batch that has begun last is due.
+        # Whether the batch that has begun last is due, and whether that is because of a change.
+        self.is_due = False
+        self.follows_change = False
         # What returns the numbers: looking these up is cheaper than a walk over all attributes.
         self.readers: list[Callable[[], object]] = []
         for _, cell in network.cells_and_names():
@@ -26,13 +29,19 @@ class Schedule:
             if each.size == 1 and id(each) not in updated:
                 self.readers.append(each.asnumpy)
         self.changes = 0
-        self.values = ""  # The values at the batch before, as text: a NaN is equal to itself.
+        self.values = ""  # The values after the batch before.
 
     def begin_batch(self) -> None:
         """Count a batch, and decide whether it is due. Of the changes, number 1, 2, 4, 8 ... count."""
         self.batches += 1
-        values = repr([read() for read in self.readers])
-        has_changed = self.batches > 1 and self.values != values
-        self.values = values
+        has_changed = self.batches > 1 and self.values != self._read()
         self.changes += has_changed
-        self.is_due = self.batches.bit_count() == 1 or (has_changed and self.changes.bit_count() == 1)
+        self.follows_change = has_changed and self.changes.bit_count() == 1
+        self.is_due = self.follows_change or self.batches.bit_count() == 1
+
+    def end_batch(self) -> None:
+        self.values = self._read()
+
+    def _read(self) -> str:
+        """Return the values as text, in which a NaN is equal to itself."""
+        return repr([read() for read in self.readers])

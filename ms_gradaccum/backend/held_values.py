@@ -1,4 +1,4 @@
-"""Contents of containers, closures and random generators, and how they are restored."""
+"""Contents of containers, classes, closures and random generators, and how they are restored."""
 
 import random
 from collections import deque
@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 
 from ms_gradaccum._checks import is_a
+from ms_gradaccum.backend.network_code import is_user
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, such as a vocabulary.
 
 
 def content_of(holder: Any) -> Any:
-    """Return a copy of what a container, a closure or a generator holds; None for anything else."""
+    """Return a copy of what a container, a user's class, a closure or a generator holds; None for anything else."""
     for kind, copied in ((list, list), (deque, list), (dict, dict), (set, set)):
         if is_a(holder, kind):
             return copied(holder)
+    if is_a(holder, type) and is_user(holder):
+        return dict(vars(holder))
     if is_a(holder, np.ndarray) and holder.nbytes <= _LARGE_ARRAY:
         return holder.copy()
     if is_a(holder, random.Random):
@@ -45,6 +48,12 @@ def fill(holder: Any, content: Any) -> None:
         holder.set_state(content)
     elif is_a(holder, CellType):
         holder.cell_contents = content[0]
+    elif is_a(holder, type):
+        for name in vars(holder).keys() - content.keys():
+            type.__delattr__(holder, name)
+        for name, value in content.items():
+            if vars(holder).get(name) is not value:
+                type.__setattr__(holder, name, value)
     elif _identities(content_of(holder)) != _identities(content):
         holder.clear()
         if is_a(holder, (list, deque)):

@@ -13,8 +13,8 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import is_a
 
 _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
-# Modules of containers, methods, partial functions, caches and namespaces, whose contents may be the user's.
-_HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
+# Modules of containers, methods, partial functions, caches, namespaces and queues, whose contents may be the user's.
+_HOLDERS = {"builtins", "functools", "collections", "types", "argparse", "queue", "weakref", "_thread"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
 _COLLECTIVES = re.compile(
@@ -33,7 +33,7 @@ class NetworkCode:
 
     def __init__(self, *roots: object) -> None:
         self.names: set[str] = set()
-        # The global variables that functions assign: the namespace of the module, and the name.
+        # The variables of modules that functions assign: the namespace of the module, and the name.
         self.assigned: list[tuple[dict[str, object], str]] = []
         found: dict[int, object] = {}
         ahead = list(roots)
@@ -52,13 +52,12 @@ class NetworkCode:
         if is_a(value, FunctionType):
             inputs: list[object] = [value.__closure__, value.__defaults__, value.__kwdefaults__]
             if is_user(value):
-                inputs += self._named_by(value.__code__, value.__globals__)
+                inputs += [vars(value), *self._named_by(value.__code__, value.__globals__)]
             return inputs
         if is_a(value, type):
-            members: list[object] = []
-            for kind in filter(is_user, value.__mro__):
-                members += [each for name, each in vars(kind).items() if name != "__init__"]
-            return members
+            if not is_user(value):
+                return ()
+            return [*value.__bases__, *(each for name, each in vars(value).items() if name != "__init__")]
         kind = type(value)
         is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
         if not is_open or is_a(value, ModuleType):
@@ -69,7 +68,9 @@ class NetworkCode:
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
         """Record the names in code, and yield its globals and the values that it reads from the user's modules."""
         value: object = None
-        for each in dis.get_instructions(code):
+        instructions = list(dis.get_instructions(code))
+        set_names = [each.argval for each in instructions if each.opname == "STORE_ATTR"]
+        for each in instructions:
             if each.opcode in _NAMING and isinstance(each.argval, str):
                 self.names.add(each.argval)
             if each.opname == "STORE_GLOBAL":
@@ -79,6 +80,7 @@ class NetworkCode:
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = known.get(each.argval)
             elif is_a(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
+                self.assigned += [(vars(value), name) for name in set_names]
                 value = vars(value).get(each.argval)
             yield value
 

@@ -23,7 +23,6 @@ _SEEDS: Any = sys.modules["mindspore.common.seed"]
 _OF_CELLS = vars(nn.Cell()).keys()  # The attributes of every cell.
 # Tensors up to this size are always copied, to restore what a forward pass changes.
 SMALL_SIZE = 2**16
-_HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
 class SnapshotTensors:
@@ -112,11 +111,6 @@ class Snapshot:
         self.globals = [(names, name, names[name]) for names, name in self.code.assigned if name in names]
         self.random = RandomNumbers(_of_kind(reached, GENERATORS))
 
-    def leave_out_hooks(self) -> None:
-        """Let passes call no forward hook."""
-        for cell in self.cells:
-            vars(cell).update(dict.fromkeys(_HOOKS))
-
     def changed_names(self) -> list[str]:
         """Return the names of the tensors and of the attributes of the user's cells that have changed."""
         names = self.tensors.names(self.tensors.changed())
@@ -145,10 +139,9 @@ def _of_kind(values: Iterable[Any], kind: Any) -> list[Any]:
 
 @contextmanager
 def kept(network: nn.Cell, moved: AbstractSet[int] = frozenset()) -> Iterator[Snapshot]:
-    """Context in which a network runs without its forward hooks. At the end its state is restored."""
+    """Context in which a network runs. At the end its state is restored."""
     state = Snapshot(network, moved=moved)
     try:
-        state.leave_out_hooks()
         yield state
     finally:
         lost = state.put_back()

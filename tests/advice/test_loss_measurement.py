@@ -3,9 +3,14 @@
 import collections
 import itertools
 import logging
+import queue
 import random
 import sys
+import threading
+import types
 import warnings
+import weakref
+from unittest.mock import Mock
 
 import mindspore as ms
 import numpy as np
@@ -72,13 +77,24 @@ def squares(cell, x, y):
 
 GENERATOR = np.random.default_rng(0)
 CALLS = 0
+OF_MODULE = types.ModuleType("users_state")
+OF_THREAD = threading.local()
+
+
+def noting():
+    """A function that keeps a number as its attribute."""
+    noting.calls += 1
 
 
 class Everything(nn.Cell):
     """A network that changes all that a forward pass can change, in its cells and outside of them."""
 
+    of_class = 0
+
     def __init__(self):
         super().__init__()
+        type(self).of_class = noting.calls = OF_MODULE.calls = OF_THREAD.calls = 0
+        self.by_key, self.waiting = weakref.WeakKeyDictionary({OF_THREAD: 0}), queue.Queue()
         self.net, self.norm, self.drop = net(), nn.BatchNorm1d(3), nn.Dropout(p=0.4)
         self.frozen = nn.Dense(3, 3, weight_init="ones").set_train(False)
         self.count = Parameter(Tensor(0.0), "count", requires_grad=False)
@@ -99,6 +115,12 @@ class Everything(nn.Cell):
         CALLS += 1
         self.calls += 1
         self.counter()
+        noting()
+        type(self).of_class += 1
+        OF_MODULE.calls += 1
+        OF_THREAD.calls += 1
+        self.by_key[OF_THREAD] += 1
+        self.waiting.put(self.calls)
         self.seen.append(tuple(x.shape))
         self.array += 1
         self.best["loss"] = self.calls
@@ -132,6 +154,8 @@ def everything_trained(check_loss, batches=5):
     numbers = [parameter.asnumpy() for parameter in [*optimizer.get_parameters(), *cell.get_parameters()]]
     modes = [(inner.training, inner.phase.partition(" ")[0]) for _, inner in cell.cells_and_names()]
     plain = [cell.calls, cell.seen, cell.array.tolist(), cell.best, cell.queue.asnumpy().tolist(), log]
+    plain += [Everything.of_class, noting.calls, OF_MODULE.calls, OF_THREAD.calls]
+    plain += [cell.by_key[OF_THREAD], [cell.waiting.get() for _ in range(cell.waiting.qsize())]]
     chance = [random.random(), np.random.rand(), cell.own.random(), ops.standard_normal((2,)).asnumpy().tolist()]
     return [losses, [number.tobytes() for number in numbers], modes, plain, chance, CALLS, cell.counter()]
 
@@ -233,6 +257,16 @@ def test_batches_1_2_4_8_are_measured_without_an_end(eager, monkeypatch):
     batches = measured(monkeypatch)
     assert said_of(Of(squares), Tensor(X), Tensor(Y), batches=130) == []
     assert batches == [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def test_a_number_that_a_forward_pass_changes_makes_no_batch_due(eager, monkeypatch):
+    def counted(cell, x, y):
+        cell.calls += 1
+        return squares(cell, x, y)
+
+    batches = measured(monkeypatch)
+    assert said_of(Of(counted, calls=0), Tensor(X), Tensor(Y), batches=9) == []
+    assert batches == [1, 2, 4, 8]
 
 
 def test_a_wrong_loss_is_measured_once(eager, monkeypatch):
@@ -374,6 +408,22 @@ def test_a_loss_that_draws_much_is_measured_with_the_same_numbers(seed, reductio
     assert ms.get_seed() == seed
 
 
+def test_a_term_that_all_rows_have_alike_is_found_beside_random_numbers(eager):
+    def penalized(cell, x, y):
+        penalty = x.shape[0] * cell.net[0].weight.square().sum()
+        return (ops.dropout(cell.net(x), 0.1, True) - y).square().mean() + 0.1 * penalty
+
+    assert len(said_of(Of(penalized), Tensor(X), Tensor(Y), learning_rate=1e-4)) == 1
+
+
+@pytest.mark.parametrize("others, is_found", [((1.0, -1.0), False), ((2.0, 0.1), False), ((1.0, 1.2), True)])
+def test_four_draws_that_lie_together_by_chance_are_no_finding(others, is_found):
+    draws = iter([1.0, 1.1, 1.0, 1.1, *others * 6])
+    measurement = Mock()
+    LossMeasurement._by_chance(measurement, lambda: np.array([next(draws)]), 1e-6)
+    assert measurement._of_losses.called == is_found and next(draws, None) is None
+
+
 def test_dropout_of_any_kind_is_no_finding(eager):
     class DropPath(nn.Cell):
         def construct(self, x):
@@ -484,6 +534,31 @@ def test_a_sum_that_hides_from_the_loss_is_seen_op_by_op(eager):
     assert "the gradient of two micro batches" in said
 
 
+def test_a_term_of_the_gradient_alone_that_comes_late_is_seen(eager):
+    def with_hidden_term(cell, x, y):
+        aux = cell.net(x).mean(0).square().sum()
+        return squares(cell, x, y) + cell.beta * (aux - ops.stop_gradient(aux))
+
+    cell = Of(with_hidden_term, beta=0.0)
+    step = step_of(cell)
+    assert said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(5)]) == []
+    cell.beta = 1.0
+    (said,) = said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(3)])
+    assert "the gradient of two micro batches" in said
+
+
+def test_state_that_only_the_gradient_reads_is_seen(eager):
+    """The value of the loss is always 1."""
+
+    def hiding(cell, x, y):
+        cell.weight = 0.8 * cell.weight + 0.6
+        loss = squares(cell, x, y) + cell.weight * cell.net(x).abs().mean()
+        return loss - ops.stop_gradient(loss) + 1.0
+
+    (said,) = said_of(Of(hiding, weight=1.0), Tensor(X), Tensor(Y), batches=3)
+    assert "the gradient of two micro batches" in said
+
+
 class AddsAuxiliary(nn.Cell):
     """A loss gets the gradient of another one, whatever it is scaled by, as in mixtures of experts."""
 
@@ -548,9 +623,24 @@ def rounded(cell, x, y):
     return (squares(cell, x, y) + 1e6) - 1e6
 
 
-@pytest.mark.parametrize("function", [near_teacher, rounded])
+def in_half(cell, x, y):
+    """A mean in 16 bits, beside a part that hides the numbers to which it was rounded."""
+    part = (cell.net(x) - y).astype(ms.float16).square().mean()
+    return 0.37 * part.astype(ms.float32) + cell.net(x).abs().mean()
+
+
+def sum_in_half(cell, x, y):
+    part = (cell.net(x) - y).astype(ms.float16).square().sum()
+    return part.astype(ms.float32) + cell.net(x).abs().mean()
+
+
+@pytest.mark.parametrize("function", [near_teacher, rounded, in_half])
 def test_rounding_is_no_finding(function, network_mode):
     assert said_of(Of(function), Tensor(X), Tensor(Y), batches=8) == []
+
+
+def test_a_sum_in_half_precision_is_no_rounding(network_mode):
+    assert len(said_of(Of(sum_in_half), Tensor(X), Tensor(Y), batches=1, learning_rate=1e-3)) == 1
 
 
 def test_a_sum_of_whole_numbers_is_no_rounding(eager):
@@ -606,6 +696,21 @@ def test_a_micro_batch_without_a_valid_row_is_said(network_mode):
     valid = np.arange(16) < 12
     (said,) = said_of(Of(masked_mean), Tensor(X), Tensor(valid.astype(np.float32)), batches=1)
     assert "is not the mean of their losses (one of them is not finite)" in said
+
+
+def noted_by_hook(cell, x, y):
+    """The loss of the outputs that a hook keeps."""
+    out = cell.net(x)
+    return (out - y).square().mean() + cell.kept[-1].abs().mean()
+
+
+@pytest.mark.parametrize("name, count", [("abs", 0), ("sum", 1)])
+def test_forward_hooks_are_measured(name, count, eager):
+    kept = []
+    cell = Of(noted_by_hook, kept=kept)
+    cell.net[0].register_forward_hook(lambda inner, inputs, output: kept.append(getattr(output, name)()))
+    assert len(said_of(cell, Tensor(X), Tensor(Y), batches=3, learning_rate=1e-3)) == count
+    assert len(kept) == 12
 
 
 # ---- state that micro batches see of each other
