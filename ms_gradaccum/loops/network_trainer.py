@@ -161,9 +161,9 @@ class TrainedNetwork(Window):
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
         self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
-        if self.ranks is not None and self.ranks.first is None and not self.grads_are_reduced:
+        if self.ranks.is_on and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
-            self.note_first("gradients", list(filter(_is_telling, added)))
+            self.ranks.note_first("gradients", list(filter(_is_telling, added)))
         if self.advisor.is_on:
             self.advisor.after_gradients(added)
         self.has_batch = True

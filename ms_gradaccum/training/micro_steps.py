@@ -45,7 +45,6 @@ class BatchResult(NamedTuple):
     """The result of a batch that was added to the sums of its window."""
 
     outputs: list[Outputs]  # Those of its micro steps.
-    rows: float  # Its rows, or the weight that the caller gave.
     gives_mean: bool  # True if its only micro batch has returned its mean loss.
 
 
@@ -225,7 +224,7 @@ class MicroSteps:
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)
         gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
-        return BatchResult(outputs, rows if weight is None else weight, gives_mean)
+        return BatchResult(outputs, gives_mean)
 
     def check_hooks(self, is_eager: bool) -> None:
         """Raise for hooks of the network that reduce its gradients, where nobody calls them or they come too late."""

@@ -64,9 +64,7 @@ class Window:
         self.advisor = Advisor(self.owner, network, optimizers, reducers, self.count, training)
         self.micro_steps = MicroSteps(network, self.reducers, settings, events, self.advisor)
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
-        self.ranks: RankComparison | None = None
-        if reducers[0].is_distributed:
-            self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
+        self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
         # The window from `reduce` until it is reset.
         self.full: FullWindow | None = None
         # False if the caller gave gradients of the window without a loss. True again after the window.
@@ -145,7 +143,7 @@ class Window:
             result = self._run_steps(args, kwargs, is_last, weight)
         finally:
             self._in_use.release()
-        if self.ranks is not None:
+        if self.ranks.is_on:
             self.ranks.note_first("batch", (args, kwargs))
         return result
 
@@ -193,16 +191,6 @@ class Window:
         if self.can_continue_after(error):
             self.micro_steps.join(progress.rounds_left)
 
-    def note_first(self, what: str, inputs: object) -> None:
-        """With several ranks, record the first batch or gradients of this rank."""
-        if self.ranks is not None:
-            self.ranks.note_first(what, inputs)
-
-    def compare_ranks(self) -> None:
-        """Compare the ranks' first batches, learning rates and parameters. Collective: all ranks must call it."""
-        if self.ranks is not None:
-            self.ranks.compare()
-
     def can_continue_after(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error that a program may catch."""
         if not self.is_distributed or is_lost(self.owner, error) or self.grads_are_reduced:
@@ -218,7 +206,7 @@ class Window:
         if self.full is None:
             try:
                 self.full = self.ends.reduce()
-                if self.ranks is not None:
+                if self.ranks.is_on:
                     self.ranks.end_window()
             except BaseException:
                 self.discard()
