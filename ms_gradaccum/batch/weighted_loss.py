@@ -139,14 +139,12 @@ class WeightedLoss(nn.Cell):
         self.sums = losses == "sum"  # True if the sum of all losses is trained.
         self.room = num_other_losses(losses)  # The number of further losses in a report.
         self.names = losses if isinstance(losses, tuple) else ()
-        self.unflatten: nn.Cell | None = None
-        if structure is not None and not structure.is_flat:
-            self.unflatten = structure.as_cell()
+        self.structure = structure
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
-        if self.unflatten is None:
+        if self.structure is None:
             return self.network(*tensors)
-        return self.network(*self.unflatten(tensors))
+        return self.network(*self.structure.rebuild(tensors))
 
     def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
         """Return the first of ``outputs``, the loss, as a float32 scalar."""

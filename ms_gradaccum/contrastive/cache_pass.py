@@ -207,10 +207,10 @@ class Forward(nn.Cell):
     def __init__(self, network: nn.Cell, structure: SequenceOf) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.unflatten = structure.as_cell()
+        self.structure = structure
 
     def construct(self, *tensors: Tensor) -> Any:
-        return self.network.outputs(self.unflatten(tensors))
+        return self.network.outputs(self.structure.rebuild(tensors))
 
 
 class LossAndCache(nn.Cell):
@@ -237,10 +237,10 @@ class _WholeLoss(RowWeight):
     def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.unflatten_labels = labels.as_cell()
+        self.labels = labels
 
     def construct(self, *tensors: Tensor) -> Tensor:
-        labels = self.unflatten_labels(tensors[self.count :])
+        labels = self.labels.rebuild(tensors[self.count :])
         returned = self.network(*tensors[: self.count], *labels)
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)

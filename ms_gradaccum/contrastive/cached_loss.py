@@ -27,8 +27,8 @@ class CachedLoss(WeightedLoss):
 
     def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         items = tensors
-        if self.unflatten is not None:
-            items = self.unflatten(tensors)
+        if self.structure is not None:
+            items = self.structure.rebuild(tensors)
         loss = items[0]
         own_grads = items[1]
         firsts = items[2]
