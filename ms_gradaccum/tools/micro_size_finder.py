@@ -135,7 +135,7 @@ def find_micro_size(
             f"For '{_OWNER}', the argument 'report' must be a function or None, but got {typed(report)}. For example "
             f"report=print."
         )
-    builder = Builder.of(_OWNER, build)
+    builder = Builder.of(build)
     last = Measured()
 
     def fits(micro_size: int) -> bool:
