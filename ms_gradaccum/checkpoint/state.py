@@ -314,7 +314,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         manifest = files.read_manifest(state)
         everyone = manifest["ranks"]
         batches = _batches(contents, everyone, world.size)
-        values = _values(contents, _SavedTensors(state, manifest["files"], batches, world))
+        values = _values(contents, world, state, manifest["files"], batches)
         # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
         numbers = everyone[world.rank % len(everyone)]
         random = checked_random_states(numbers.get("random"), "the state")
@@ -355,46 +355,45 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
     return batches
 
 
-class _SavedTensors:
-    """The tensors of a state, as this rank needs them. ``batches`` are those of each window of each saving rank."""
+def _values(
+    contents: Contents, world: World, state: Path, written: files.Files, batches: list[list[int]]
+) -> list[tuple[Tensor, Array]]:
+    """Return the new value of each parameter. Raise if the tensors do not match the step.
 
-    def __init__(self, state: Path, written: files.Files, batches: list[list[int]], world: World) -> None:
-        self.batches = batches
-        self.world = world
-        self.shared = files.read_tensors(state, written, "")
-        self.of_rank = cache(lambda rank: files.read_tensors(state, written, f"rank_{rank}/"))
-        self.own = self.shared | self.of_rank(world.rank % len(batches))
+    ``batches`` are those of each window of each saving rank.
+    """
+    shared = files.read_tensors(state, written, "")
+    of_rank = cache(lambda rank: files.read_tensors(state, written, f"rank_{rank}/"))
+    own = shared | of_rank(world.rank % len(batches))
 
-    def parts_of(self, name: str, held: Held) -> list[Array]:
-        """Return a tensor, or the parts of a window's sums, which are added up over the saving ranks."""
-        if held.window is None:
-            return [self.own[name]] if name in self.own else []
-        opened = [rank for rank, counts in enumerate(self.batches) if counts[held.window] > 0]
-        if name in self.shared:
+    def sums_of(name: str, held: Held, window: int) -> list[Array]:
+        """Return the parts of a window's sums, which are added up over the saving ranks."""
+        opened = [rank for rank, counts in enumerate(batches) if counts[window] > 0]
+        if name in shared:
             opened = opened[:1]
         parts = []
         for rank in opened:
             # Each rank's part goes to one rank, or to all that gather it.
-            if held.gather is None and rank % self.world.size != self.world.rank:
+            if held.gather is None and rank % world.size != world.rank:
                 continue
-            source = self.shared if name in self.shared else self.of_rank(rank)
+            source = shared if name in shared else of_rank(rank)
             if name not in source:
                 raise another_program(f"lacks {name}")
             parts.append(source[name])
         return parts
 
-
-def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Array]]:
-    """Return the new value of each parameter. Raise if the tensors do not match the step."""
     needed = {name for name, held in contents.held.items() if held.window is None}
-    for verb, wrong in (("lacks", needed - saved.own.keys()), ("also has", saved.own.keys() - contents.held.keys())):
+    for verb, wrong in (("lacks", needed - own.keys()), ("also has", own.keys() - contents.held.keys())):
         # The norms of a `NormSpike` begin anew, and are left out without one.
         wrong = {name for name in wrong if not name.endswith(NORMS)}
         if wrong:
             raise another_program(f"{verb} {listed(sorted(wrong), 3)}")
     values = []
     for name, held in contents.held.items():
-        parts = saved.parts_of(name, held)
+        if held.window is not None:
+            parts = sums_of(name, held, held.window)
+        else:
+            parts = [own[name]] if name in own else []
         for part in parts:
             theirs = f"{Tensor(np.zeros((), part.dtype)).dtype} {part.shape}"
             ours = f"{held.target.dtype} {tuple(held.target.shape)}"
