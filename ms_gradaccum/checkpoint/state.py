@@ -157,7 +157,7 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
         for of_rank, its_numbers in written:
             manifest["files"] |= of_rank
             manifest["ranks"].append(its_numbers)
-        return str(_on_rank_0(world, _SAVES, lambda: files.commit(directory / partial, manifest)))
+        return str(on_rank_0(_SAVES, lambda: files.commit(directory / partial, manifest)))
     except BaseException as error:
         if world.rank == 0:
             files.remove_partial(directory)
@@ -166,9 +166,10 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
         raise unwritable(directory, error) from error
 
 
-def _on_rank_0(world: World, doing: str, function: Callable[[], object]) -> Any:
+def on_rank_0(doing: str, function: Callable[[], object]) -> Any:
     """Call a function on rank 0, and return its result on all ranks. Collective."""
-    return exchange(doing, lambda: function() if world.rank == 0 else None)[0]
+    rank = current_world(_SAVE).rank
+    return exchange(doing, lambda: function() if rank == 0 else None)[0]
 
 
 def unwritable(directory: Path, error: OSError) -> OSError:
@@ -183,7 +184,7 @@ def unwritable(directory: Path, error: OSError) -> OSError:
 def claim_folder(doing: str, directory: Path) -> None:
     """Let no other job save into a folder. Collective."""
     try:
-        _on_rank_0(current_world(_SAVE), doing, lambda: files.claim(directory))
+        on_rank_0(doing, lambda: files.claim(directory))
     except OSError as error:
         raise unwritable(directory, error) from error
 
@@ -280,7 +281,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents = Contents(trained)
     world = current_world(_LOAD)
-    state = Path(_on_rank_0(world, _LOADS, lambda: str(_choose(folder))))
+    state = Path(on_rank_0(_LOADS, lambda: str(_choose(folder))))
     found: list[_Loaded] = []
     # If any rank refuses a number, all numbers are restored. Tensors are too large for that and are checked first.
     with all_or_nothing(contents):
