@@ -60,15 +60,6 @@ class EndedError(Exception):
     """A process of a job has ended without a report."""
 
 
-def refuse_inside(owner: str) -> None:
-    """Raise in a process of a job."""
-    if IN_JOB in os.environ:
-        raise RuntimeError(
-            f"For '{owner}', the program must not call it when a new process imports the program, but it does. Put the "
-            f"call under: if __name__ == '__main__':"
-        )
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
