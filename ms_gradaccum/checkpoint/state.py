@@ -151,7 +151,8 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
     world = current_world(_SAVE)
     claim_folder(_SAVES, directory)
     try:
-        partial, own_names = _begin(contents, directory, world)
+        own_names = _own_names(contents, world)
+        partial = on_rank_0(_SAVES, lambda: files.begin(directory))
         written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
         manifest: State = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": {}, "ranks": []}
         for of_rank, its_numbers in written:
@@ -189,24 +190,20 @@ def claim_folder(doing: str, directory: Path) -> None:
         raise unwritable(directory, error) from error
 
 
-def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[str]]:
-    """Agree on the temporary folder of the state. Return it with the names of the tensors that each rank writes."""
+def _own_names(contents: Contents, world: World) -> set[str]:
+    """Return the names of the tensors that each rank writes. Raise if a parameter differs that ranks share."""
     held = contents.held
+    if contents.is_partitioned:
+        return set(held)
     whole = [name for name, each in held.items() if not each.gather]
     sums = {name for name in whole if held[name].window is not None}
-    compared: list[str] = []
-    if world.size > 1 and not contents.is_partitioned:
-        compared = [name for name in whole if name not in sums]
-
-    def first_words() -> tuple[str, list[str]]:
-        partial = files.begin(directory) if world.rank == 0 else ""
-        return partial, [digest([held[name].source]) for name in compared]
-
-    words = exchange(_SAVES, first_words)
-    partial, digests = words[0]
+    if world.size == 1:
+        return sums
+    compared = [name for name in whole if name not in sums]
+    digests = exchange(_SAVES, lambda: [digest([held[name].source]) for name in compared])
     differing: set[str] = set()
-    for _, others in words:
-        differing |= {name for name, own, other in zip(compared, digests, others) if own != other}
+    for others in digests:
+        differing |= {name for name, own, other in zip(compared, digests[0], others) if own != other}
     shared = set(map(id, shared_by(contents.reducers)))
     for name in sorted(differing):
         if id(held[name].source) in shared:
@@ -214,9 +211,7 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
                 f"For '{_SAVE}', the processes must have the same parameters, but got different values of {name!r}. "
                 f"Look for code that changes parameters outside the optimizer, or load the last state."
             )
-    if contents.is_partitioned:
-        return partial, set(held)
-    return partial, differing | sums
+    return differing | sums
 
 
 def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) -> files.Files:
