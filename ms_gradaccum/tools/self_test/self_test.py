@@ -149,13 +149,9 @@ def try_cells(cells: Sequence[Cell]) -> Iterator[Result | Outcome]:
     for number, cell in enumerate(cells):
         # A process that dies in a cell would end the job while others have not reported the cell before it.
         gather_counts("begins a cell of the self-test", number)
-        yield try_cell(replace(cell, rank=rank))
-
-
-def try_cell(cell: Cell) -> Outcome:
-    """Run a cell, and return its outcome."""
-    try:
-        with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
-            return cell.function(cell)
-    except SkippedCell as why:
-        return Outcome("skipped", str(why))
+        try:
+            with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
+                outcome = cell.function(replace(cell, rank=rank))
+        except SkippedCell as why:
+            outcome = Outcome("skipped", str(why))
+        yield outcome

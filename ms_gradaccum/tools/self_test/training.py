@@ -163,9 +163,15 @@ class Training:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
         network = perceptron()
         start = values_of(network)
-        loss, norm = self._train_whole(network)
+        parameters = network.trainable_params()
+        optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
+        loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
+        with op_by_op():
+            step = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
+            step.train(*self._joined(0))
+            loss, grads = step.train(*self._joined(self.window))
         values = values_of(network)
-        whole = Run([loss], list(map(np.subtract, values, start)), norms=[norm])
+        whole = Run([loss], list(map(np.subtract, values, start)), norms=[total_norm(grads)])
         changes = list(map(np.subtract, values_of(self.network), start))
         found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
         worst = max(found, key=lambda name: found[name])
@@ -176,17 +182,6 @@ class Training:
         allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), terms, _ROUNDINGS)
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / moved
         return judge(found[worst], allowed, worst)
-
-    def _train_whole(self, network: nn.Cell) -> tuple[float, float]:
-        """Train a network with MindSpore's own step. Return the loss and the norm of the second of two updates."""
-        parameters = network.trainable_params()
-        optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
-        loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
-        with op_by_op():
-            whole = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
-            whole.train(*self._joined(0))
-            loss, grads = whole.train(*self._joined(self.window))
-        return loss, total_norm(grads)
 
     def _joined(self, first: int) -> list[Tensor]:
         """Return the batches of a window as one."""
