@@ -151,13 +151,14 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
     world = current_world(_SAVE)
     claim_folder(_SAVES, directory)
     try:
-        partial, own_names = _begin(contents, directory, world)
+        own_names = _own_names(contents, world)
+        partial = on_rank_0(_SAVES, lambda: files.begin(directory))
         written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
         manifest: State = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": {}, "ranks": []}
         for of_rank, its_numbers in written:
             manifest["files"] |= of_rank
             manifest["ranks"].append(its_numbers)
-        return str(_on_rank_0(world, _SAVES, lambda: files.commit(directory / partial, manifest)))
+        return str(on_rank_0(_SAVES, lambda: files.commit(directory / partial, manifest)))
     except BaseException as error:
         if world.rank == 0:
             files.remove_partial(directory)
@@ -166,9 +167,10 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
         raise unwritable(directory, error) from error
 
 
-def _on_rank_0(world: World, doing: str, function: Callable[[], object]) -> Any:
+def on_rank_0(doing: str, function: Callable[[], object]) -> Any:
     """Call a function on rank 0, and return its result on all ranks. Collective."""
-    return exchange(doing, lambda: function() if world.rank == 0 else None)[0]
+    rank = current_world(_SAVE).rank
+    return exchange(doing, lambda: function() if rank == 0 else None)[0]
 
 
 def unwritable(directory: Path, error: OSError) -> OSError:
@@ -183,29 +185,25 @@ def unwritable(directory: Path, error: OSError) -> OSError:
 def claim_folder(doing: str, directory: Path) -> None:
     """Let no other job save into a folder. Collective."""
     try:
-        _on_rank_0(current_world(_SAVE), doing, lambda: files.claim(directory))
+        on_rank_0(doing, lambda: files.claim(directory))
     except OSError as error:
         raise unwritable(directory, error) from error
 
 
-def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[str]]:
-    """Agree on the temporary folder of the state. Return it with the names of the tensors that each rank writes."""
+def _own_names(contents: Contents, world: World) -> set[str]:
+    """Return the names of the tensors that each rank writes. Raise if a parameter differs that ranks share."""
     held = contents.held
+    if contents.is_partitioned:
+        return set(held)
     whole = [name for name, each in held.items() if not each.gather]
     sums = {name for name in whole if held[name].window is not None}
-    compared: list[str] = []
-    if world.size > 1 and not contents.is_partitioned:
-        compared = [name for name in whole if name not in sums]
-
-    def first_words() -> tuple[str, list[str]]:
-        partial = files.begin(directory) if world.rank == 0 else ""
-        return partial, [digest([held[name].source]) for name in compared]
-
-    words = exchange(_SAVES, first_words)
-    partial, digests = words[0]
+    if world.size == 1:
+        return sums
+    compared = [name for name in whole if name not in sums]
+    digests = exchange(_SAVES, lambda: [digest([held[name].source]) for name in compared])
     differing: set[str] = set()
-    for _, others in words:
-        differing |= {name for name, own, other in zip(compared, digests, others) if own != other}
+    for others in digests:
+        differing |= {name for name, own, other in zip(compared, digests[0], others) if own != other}
     shared = set(map(id, shared_by(contents.reducers)))
     for name in sorted(differing):
         if id(held[name].source) in shared:
@@ -213,9 +211,7 @@ def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[
                 f"For '{_SAVE}', the processes must have the same parameters, but got different values of {name!r}. "
                 f"Look for code that changes parameters outside the optimizer, or load the last state."
             )
-    if contents.is_partitioned:
-        return partial, set(held)
-    return partial, differing | sums
+    return differing | sums
 
 
 def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) -> files.Files:
@@ -280,7 +276,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents = Contents(trained)
     world = current_world(_LOAD)
-    state = Path(_on_rank_0(world, _LOADS, lambda: str(_choose(folder))))
+    state = Path(on_rank_0(_LOADS, lambda: str(_choose(folder))))
     found: list[_Loaded] = []
     # If any rank refuses a number, all numbers are restored. Tensors are too large for that and are checked first.
     with all_or_nothing(contents):
@@ -314,7 +310,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         manifest = files.read_manifest(state)
         everyone = manifest["ranks"]
         batches = _batches(contents, everyone, world.size)
-        values = _values(contents, _SavedTensors(state, manifest["files"], batches, world))
+        values = _values(contents, world, state, manifest["files"], batches)
         # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
         numbers = everyone[world.rank % len(everyone)]
         random = checked_random_states(numbers.get("random"), "the state")
@@ -355,46 +351,45 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
     return batches
 
 
-class _SavedTensors:
-    """The tensors of a state, as this rank needs them. ``batches`` are those of each window of each saving rank."""
+def _values(
+    contents: Contents, world: World, state: Path, written: files.Files, batches: list[list[int]]
+) -> list[tuple[Tensor, Array]]:
+    """Return the new value of each parameter. Raise if the tensors do not match the step.
 
-    def __init__(self, state: Path, written: files.Files, batches: list[list[int]], world: World) -> None:
-        self.batches = batches
-        self.world = world
-        self.shared = files.read_tensors(state, written, "")
-        self.of_rank = cache(lambda rank: files.read_tensors(state, written, f"rank_{rank}/"))
-        self.own = self.shared | self.of_rank(world.rank % len(batches))
+    ``batches`` are those of each window of each saving rank.
+    """
+    shared = files.read_tensors(state, written, "")
+    of_rank = cache(lambda rank: files.read_tensors(state, written, f"rank_{rank}/"))
+    own = shared | of_rank(world.rank % len(batches))
 
-    def parts_of(self, name: str, held: Held) -> list[Array]:
-        """Return a tensor, or the parts of a window's sums, which are added up over the saving ranks."""
-        if held.window is None:
-            return [self.own[name]] if name in self.own else []
-        opened = [rank for rank, counts in enumerate(self.batches) if counts[held.window] > 0]
-        if name in self.shared:
+    def sums_of(name: str, held: Held, window: int) -> list[Array]:
+        """Return the parts of a window's sums, which are added up over the saving ranks."""
+        opened = [rank for rank, counts in enumerate(batches) if counts[window] > 0]
+        if name in shared:
             opened = opened[:1]
         parts = []
         for rank in opened:
             # Each rank's part goes to one rank, or to all that gather it.
-            if held.gather is None and rank % self.world.size != self.world.rank:
+            if held.gather is None and rank % world.size != world.rank:
                 continue
-            source = self.shared if name in self.shared else self.of_rank(rank)
+            source = shared if name in shared else of_rank(rank)
             if name not in source:
                 raise another_program(f"lacks {name}")
             parts.append(source[name])
         return parts
 
-
-def _values(contents: Contents, saved: _SavedTensors) -> list[tuple[Tensor, Array]]:
-    """Return the new value of each parameter. Raise if the tensors do not match the step."""
     needed = {name for name, held in contents.held.items() if held.window is None}
-    for verb, wrong in (("lacks", needed - saved.own.keys()), ("also has", saved.own.keys() - contents.held.keys())):
+    for verb, wrong in (("lacks", needed - own.keys()), ("also has", own.keys() - contents.held.keys())):
         # The norms of a `NormSpike` begin anew, and are left out without one.
         wrong = {name for name in wrong if not name.endswith(NORMS)}
         if wrong:
             raise another_program(f"{verb} {listed(sorted(wrong), 3)}")
     values = []
     for name, held in contents.held.items():
-        parts = saved.parts_of(name, held)
+        if held.window is not None:
+            parts = sums_of(name, held, held.window)
+        else:
+            parts = [own[name]] if name in own else []
         for part in parts:
             theirs = f"{Tensor(np.zeros((), part.dtype)).dtype} {part.shape}"
             ours = f"{held.target.dtype} {tuple(held.target.shape)}"

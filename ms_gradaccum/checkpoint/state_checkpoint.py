@@ -20,9 +20,9 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
-from ms_gradaccum.checkpoint.state import claim_folder, load_state, save_state
+from ms_gradaccum.checkpoint.state import claim_folder, load_state, on_rank_0, save_state
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.world import current_world, exchange, gather_counts
+from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "StateCheckpoint"
 
@@ -131,13 +131,12 @@ class StateCheckpoint(FrozenAfterInit, Callback):
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
-        is_first = current_world(_OWNER).rank == 0
 
         def has_states() -> bool:
             # If all states were renamed, `load_state` raises; otherwise the training would silently start anew.
-            return is_first and bool(find_state(self.directory) or renamed_states(self.directory))
+            return bool(find_state(self.directory) or renamed_states(self.directory))
 
-        if exchange("looks for a state", has_states)[0]:
+        if on_rank_0("looks for a state", has_states):
             load_state(model, self.directory)
 
     def on_train_begin(self, run_context: RunContext) -> None:

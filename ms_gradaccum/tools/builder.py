@@ -17,8 +17,8 @@ _RULE = "a function that a new process can import"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
 
 
-def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
-    return f"For '{owner}', the argument 'build' must be {rule}, but got {got}. {remedy}"
+def _sentence(got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
+    return f"For 'find_micro_size', the argument 'build' must be {rule}, but got {got}. {remedy}"
 
 
 class Builder(NamedTuple):
@@ -30,20 +30,18 @@ class Builder(NamedTuple):
     argv: list[str]
     mode: int
     device: list[str | int]
-    # The class name used in error messages.
-    owner: str
 
     @staticmethod
-    def of(owner: str, build: object) -> "Builder":
+    def of(build: object) -> "Builder":
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
         if isinstance(build, str):
-            place, name = _parse(owner, build)
+            place, name = _parse(build)
             # The arguments of this program are only for its own functions.
             argv = [place]
         else:
-            place, name = _locate(owner, build)
+            place, name = _locate(build)
             argv = sys.argv
-        return Builder(place, name, argv, ms.get_context("mode"), arguments_of_set_device(), owner)
+        return Builder(place, name, argv, ms.get_context("mode"), arguments_of_set_device())
 
     def call(self) -> Any:
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
@@ -59,45 +57,44 @@ class Builder(NamedTuple):
                 module = importlib.import_module(self.place)
         except ModuleNotFoundError as error:
             got = f"'{self.place}:{self.name}' without the module {error.name}"
-            raise ValueError(_sentence(self.owner, got, "Install it, or add its folder to PYTHONPATH.")) from error
+            raise ValueError(_sentence(got, "Install it, or add its folder to PYTHONPATH.")) from error
         build = _attribute(module, self.name)
         if not callable(build):
             rule = f"the name of a function of {self.place}"
-            raise ValueError(_sentence(self.owner, repr(self.name), "It is called without arguments.", rule))
+            raise ValueError(_sentence(repr(self.name), "It is called without arguments.", rule))
         return build()
 
 
-def _parse(owner: str, text: str) -> tuple[str, str]:
+def _parse(text: str) -> tuple[str, str]:
     place, _, name = text.rpartition(":")
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
-        raise ValueError(_sentence(owner, repr(text), "For example 'train.py:build'.", rule))
+        raise ValueError(_sentence(repr(text), "For example 'train.py:build'.", rule))
     if not place.endswith(".py"):
         return place, name
     file = Path(place).resolve()
     if not file.is_file():
-        raise ValueError(_sentence(owner, f"{text!r}, whose file is not there", f"It is looked for at {file}."))
+        raise ValueError(_sentence(f"{text!r}, whose file is not there", f"It is looked for at {file}."))
     return str(file), name
 
 
-def _locate(owner: str, build: object) -> tuple[str, str]:
+def _locate(build: object) -> tuple[str, str]:
     """Return the file or module of a function, and its name there. Raise unless they lead to the same function."""
     if not callable(build):
-        raise TypeError(_sentence(owner, f"{build!r} of type {type(build).__name__}"))
-    place = str(getattr(build, "__module__", ""))
-    name = str(getattr(build, "__qualname__", ""))
+        raise TypeError(_sentence(f"{build!r} of type {type(build).__name__}"))
+    place = getattr(build, "__module__", "")
+    name = getattr(build, "__qualname__", "")
     module = sys.modules.get(place)
     if module is None or _attribute(module, name) is not build:
-        raise ValueError(_sentence(owner, repr(build)))
+        raise ValueError(_sentence(repr(build)))
     if place != "__main__":
         return place, name
     # Only `python -m package.program` has a spec; a program that is started by its path and a notebook have none.
-    spec = getattr(module, "__spec__", None)
-    if spec is not None:
-        return spec.name, name
+    if module.__spec__ is not None:
+        return module.__spec__.name, name
     file = Path(getattr(module, "__file__", "")).resolve()
     if not file.is_file():
-        raise ValueError(_sentence(owner, f"{name} of a program that is in no file"))
+        raise ValueError(_sentence(f"{name} of a program that is in no file"))
     return str(file), name
 
 

@@ -11,27 +11,31 @@ from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_ho
 from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.tools.processes import find_msrun
 
-_PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
+_PACKAGES = "ms_gradaccum mindspore numpy tqdm matplotlib".split()
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
 
 
 def describe() -> dict[str, str]:
     """Return the facts that ``python -m ms_gradaccum env`` prints, by name."""
     target = this_device()
-    facts = {"python": platform.python_version(), "system": platform.platform()}
-    facts.update({name: _version_of(name) for name in _PACKAGES})
-    facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    facts["cores and memory"] = f"{cores()} cores, {memory:.1f} GiB"
-    facts["default mode"] = "PYNATIVE" if ms.get_context("mode") == ms.PYNATIVE_MODE else "GRAPH"
-    facts["float16 products"] = _tried(ms.float16)
-    facts["bfloat16 products"] = _tried(ms.bfloat16)
-    facts["fast convolutions on CPU"] = "yes"
+    convolutions = "yes"
     if not is_host():
-        facts["fast convolutions on CPU"] = "not used"
+        convolutions = "not used"
     elif are_slow():
-        facts["fast convolutions on CPU"] = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
-    facts["several processes"] = "yes" if find_msrun() else "no: msrun is not found"
+        convolutions = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
+    facts = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **{name: _version_of(name) for name in _PACKAGES},
+        "device target": f"{target}, {ms.hal.device_count(target)} of them",
+        "cores and memory": f"{cores()} cores, {memory:.1f} GiB",
+        "default mode": "PYNATIVE" if ms.get_context("mode") == ms.PYNATIVE_MODE else "GRAPH",
+        "float16 products": _tried(ms.float16),
+        "bfloat16 products": _tried(ms.bfloat16),
+        "fast convolutions on CPU": convolutions,
+        "several processes": "yes" if find_msrun() else "no: msrun is not found",
+    }
     for name in (*_VARIABLES, VARIABLE):
         if name in os.environ:
             facts[f"${name}"] = os.environ[name]

@@ -24,7 +24,7 @@ from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
+from ms_gradaccum.tools.processes import IN_JOB, EndedError, Job, RankError
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
 
 _OWNER = "find_micro_size"
@@ -121,7 +121,11 @@ def find_micro_size(
         >>> from ms_gradaccum import find_micro_size
         >>> micro_size = find_micro_size("train.py:build", "4GiB", report=print)  # doctest: +SKIP
     """
-    refuse_inside(_OWNER)
+    if IN_JOB in os.environ:
+        raise RuntimeError(
+            f"For '{_OWNER}', the program must not call it when a new process imports the program, but it does. Put "
+            f"the call under: if __name__ == '__main__':"
+        )
     size = current_world(_OWNER).size
     if size > 1:
         raise RuntimeError(
@@ -135,7 +139,7 @@ def find_micro_size(
             f"For '{_OWNER}', the argument 'report' must be a function or None, but got {typed(report)}. For example "
             f"report=print."
         )
-    builder = Builder.of(_OWNER, build)
+    builder = Builder.of(build)
     last = Measured()
 
     def fits(micro_size: int) -> bool:
@@ -259,10 +263,7 @@ def work(builder: Builder, micro_size: int, limit: int, home: str) -> Iterator[M
         found = Measured(training.rows, ms.runtime.memory_allocated())
     yield found
     training.run()
-    if on_host:
-        yield found._replace(peak=_resident_peak())
-    else:
-        yield found._replace(peak=ms.runtime.max_memory_allocated())
+    yield found._replace(peak=_resident_peak() if on_host else ms.runtime.max_memory_allocated())
 
 
 def _resident_peak() -> int:

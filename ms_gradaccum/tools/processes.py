@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,17 @@ _MOMENT = 0.2  # The polling interval of a folder. Unit: seconds.
 _LAST_WORDS = 3000  # So many characters of a log are shown.
 
 
+@dataclass(eq=False)
 class RankError(Exception):
-    """The error of a rank of a job. Its text is the traceback in that rank."""
+    """The error of a rank of a job."""
 
-    def __init__(self, kind: str, text: str, line: str, traceback: str) -> None:
-        super().__init__(kind, text, line, traceback)
-        self.kind = kind
-        self.text = text
-        self.line = f"{kind}: {line}"
+    kind: str
+    text: str
+    line: str
+    traceback: str
 
     def __str__(self) -> str:
-        return str(self.args[-1])
+        return self.traceback
 
     def here(self, said: str) -> Exception:
         """Return the error to raise here: an error of this package unchanged, for others `said` and the first line."""
@@ -57,15 +58,6 @@ class RankError(Exception):
 
 class EndedError(Exception):
     """A process of a job has ended without a report."""
-
-
-def refuse_inside(owner: str) -> None:
-    """Raise in a process of a job."""
-    if IN_JOB in os.environ:
-        raise RuntimeError(
-            f"For '{owner}', the program must not call it when a new process imports the program, but it does. Put the "
-            f"call under: if __name__ == '__main__':"
-        )
 
 
 def free_port() -> int:
@@ -217,7 +209,8 @@ def serve(folder: str) -> None:
             write(f"report_{sent}", pickle.dumps(report))
             sent += 1
     except (Exception, SystemExit) as error:
-        ended = RankError(type(error).__name__, str(error), first_line(error), traceback.format_exc())
+        kind = type(error).__name__
+        ended = RankError(kind, str(error), f"{kind}: {first_line(error)}", traceback.format_exc())
         write(f"report_{sent}", pickle.dumps(ended))
     # If one process exits, msrun takes long to end the others, and without a GPU MindSpore would exit with an error.
     while True:

@@ -115,11 +115,8 @@ else:
     Mutation(
         "the sums of an open window are not restored",
         "checkpoint/state.py::_values",
-        "PARTS = SAVED.parts_of(NAME, HELD)",
-        """
-PARTS = SAVED.parts_of(NAME, HELD)
-PARTS = PARTS if HELD.window is None else []
-""",
+        "PARTS = SUMS_OF(NAME, HELD, HELD.window)",
+        "PARTS = []",
         STATES,
     ),
     Mutation(

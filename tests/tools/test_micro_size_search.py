@@ -115,16 +115,16 @@ class Nested:
 
 
 def test_a_function_is_found_by_its_module_and_name(tmp_path, monkeypatch):
-    assert Builder.of("find_micro_size", nothing)[:2] == ("memory_networks", "nothing")
-    assert Builder.of("find_micro_size", Nested.build)[:2] == (__name__, "Nested.build")
-    assert Builder.of("find_micro_size", "json.module:build")[:3] == ("json.module", "build", ["json.module"])
+    assert Builder.of(nothing)[:2] == ("memory_networks", "nothing")
+    assert Builder.of(Nested.build)[:2] == (__name__, "Nested.build")
+    assert Builder.of("json.module:build")[:3] == ("json.module", "build", ["json.module"])
     train = tmp_path / "here" / "train.py"
     train.parent.mkdir()
     train.write_text("def build(): pass\n")
     monkeypatch.chdir(tmp_path)
-    assert Builder.of("find_micro_size", "here/train.py:build")[:3] == (str(train), "build", [str(train)])
+    assert Builder.of("here/train.py:build")[:3] == (str(train), "build", [str(train)])
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
-    assert Builder.of("find_micro_size", nothing).argv == ["program", "--rows=3"]
+    assert Builder.of(nothing).argv == ["program", "--rows=3"]
 
 
 def main_program(monkeypatch, **names):
@@ -137,10 +137,10 @@ def main_program(monkeypatch, **names):
 
 
 def test_a_function_of_the_program_itself_is_found_by_file_or_module(monkeypatch):
-    assert Builder.of("find_micro_size", main_program(monkeypatch, __file__=__file__))[:2] == (__file__, "build")
+    assert Builder.of(main_program(monkeypatch, __file__=__file__))[:2] == (__file__, "build")
     spec = ModuleSpec("package.program", None)
     build = main_program(monkeypatch, __file__="/zipped/program.py", __spec__=spec)
-    assert Builder.of("find_micro_size", build)[:2] == ("package.program", "build")
+    assert Builder.of(build)[:2] == ("package.program", "build")
     # That of a notebook is in no file.
     for names in ({}, {"__file__": "<stdin>"}):
         with refuses(ValueError, "'build'", "'train.py:build' or 'module:build'"):
@@ -166,7 +166,7 @@ def test_a_file_is_imported_beside_its_own_modules_and_not_as_the_program(import
         "text = 'no function'\n"
     )
     there = {"place": str(file), "name": "build", "argv": ["program", "--rows=3"]}
-    builder = Builder.of("find_micro_size", nothing)._replace(**there)
+    builder = Builder.of(nothing)._replace(**there)
     assert builder.call() == (7, ["program", "--rows=3"], True)
     with refuses(ValueError, "'build'", "called without arguments"):
         builder._replace(name="text").call()
@@ -178,7 +178,7 @@ def test_a_function_computes_as_the_caller_does(importing, monkeypatch):
     monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
     for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
         ms.set_context(mode=mode)
-        builder = Builder.of("find_micro_size", nothing)
+        builder = Builder.of(nothing)
         ms.set_context(mode=ms.PYNATIVE_MODE)
         assert Builder(*json.loads(json.dumps(builder))) == builder
         builder.call()

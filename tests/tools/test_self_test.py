@@ -20,8 +20,8 @@ from started_processes import processes_with
 import ms_gradaccum.__main__ as command
 from ms_gradaccum.tools.processes import IN_JOB, Job
 from ms_gradaccum.tools.self_test import trials
-from ms_gradaccum.tools.self_test.self_test import judge, self_test
-from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, tolerance
+from ms_gradaccum.tools.self_test.self_test import self_test
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, judge, tolerance
 from ms_gradaccum.tools.self_test.trials import CELLS
 
 SELF_TEST = "ms_gradaccum.tools.self_test.self_test.self_test"
@@ -83,15 +83,14 @@ BROKEN += [(cell, "state") for cell in CELLS_ALONE if cell.name.startswith("stat
 
 @pytest.mark.parametrize("cell, fault", BROKEN, ids=[f"{cell.name}-{fault}" for cell, fault in BROKEN])
 def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
-    found = run(cell.function, fault, replace(cell, folder=str(tmp_path)))
-    assert judge(found)[0] == "failed"
+    assert run(cell.function, fault, replace(cell, folder=str(tmp_path))).outcome == "failed"
 
 
 @pytest.mark.parametrize("fault, outcome", [(None, "passed"), ("division", "failed")])
 def test_a_pass_in_data_sink_mode_is_compared_by_its_parameters(fault, outcome, tmp_path, eager):
     # No report comes out of a whole pass; on CPU MindSpore feeds its batches one by one.
     cell = replace(next(cell for cell in CELLS_ALONE if "sink" in cell.name), device="GPU", folder=str(tmp_path))
-    assert judge(run(trials.one_graph, fault, cell))[0] == outcome
+    assert run(trials.one_graph, fault, cell).outcome == outcome
 
 
 def test_jobs_of_several_fail_in_a_broken_build(whole):
@@ -200,10 +199,10 @@ def test_wrong_arguments_are_one_sentence(arguments, capsys, monkeypatch, tmp_pa
 
 
 def test_a_difference_that_is_no_number_fails():
-    assert judge(Found(1e-7, 1e-6, "losses")) == ("passed", "1.0e-07 of 1.0e-06 (losses)", 1e-7, 1e-6)
+    assert judge(1e-7, 1e-6, "losses") == ("passed", "1.0e-07 of 1.0e-06 (losses)", 1e-7, 1e-6)
     for difference in (math.nan, math.inf, 2e-6):
-        assert judge(Found(difference, 1e-6, "losses")).outcome == "failed"
-    assert judge(Found(math.nan, 1e-6, "losses")).difference is None
+        assert judge(difference, 1e-6, "losses").outcome == "failed"
+    assert judge(math.nan, 1e-6, "losses").difference is None
 
 
 def test_tolerances_follow_the_device_and_the_dtype():

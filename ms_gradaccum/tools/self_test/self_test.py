@@ -1,24 +1,23 @@
 """``python -m ms_gradaccum test``: check that trainings on this machine give the numbers of the whole batch."""
 
 import itertools
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
-from mindspore.communication import get_rank, init
+from mindspore.communication import init
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.device import DEVICES, is_host, this_device
-from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, RankError
-from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Outcome, SkippedCell
 from ms_gradaccum.tools.self_test.trials import CELLS
 
 _OWNER = "test"
@@ -27,15 +26,6 @@ _FORMAT = 2
 _OUTCOMES = ("passed", "skipped", "failed")
 
 Result = dict[str, Any]
-
-
-class Outcome(NamedTuple):
-    """The outcome of a cell, in one of its processes or in all, and a line about it."""
-
-    outcome: str
-    said: str
-    difference: float | None = None
-    tolerance: float | None = None
 
 
 def self_test(
@@ -51,8 +41,7 @@ def self_test(
 
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
-    device = this_device() if device is None else device
-    check_choice(_OWNER, "device", device, DEVICES, "By default MindSpore chooses it.")
+    device = check_choice(_OWNER, "device", device or this_device(), DEVICES, "By default MindSpore chooses it.")
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
     start = time.monotonic()
@@ -102,7 +91,7 @@ def _outcomes(
 ) -> Iterator[tuple[Cell, Outcome]]:
     """Yield the outcome of each cell. Cells in a row on as many processes share a job.
 
-    A cell that raises, hangs or dies ends its job; the cells after it get another one.
+    A failed cell, which may have raised, hung or died, ends its job; the cells after it get another one.
     """
     for size, group in itertools.groupby(cells, key=lambda cell: cell.size):
         waiting = []
@@ -114,31 +103,32 @@ def _outcomes(
                 waiting.append(cell)
         while waiting:
             with Job(size, try_cells, list(waiting)) as job:
-                is_whole = True
-                while waiting and is_whole:
+                while waiting:
                     cell = waiting.pop(0)
-                    outcome, is_whole = _outcome_in(job, timeout, partial(tell, cell), facts)
+                    outcome = _outcome_in(job, timeout, partial(tell, cell), facts)
                     yield cell, outcome
+                    if outcome.outcome == "failed":
+                        break
 
 
-def _outcome_in(job: Job, timeout: float, tell: Callable[[], None], facts: Result) -> tuple[Outcome, bool]:
-    """Return the outcome of a job's next cell, and whether the job can run another one."""
+def _outcome_in(job: Job, timeout: float, tell: Callable[[], None], facts: Result) -> Outcome:
+    """Return the outcome of a job's next cell."""
     try:
         if job.received == 0:
             facts.update(job.wait(timeout, tell)[0])
-        reports = job.wait(timeout, tell)
+        reports: list[Outcome] = job.wait(timeout, tell)
     except RankError as error:
-        return Outcome("failed", error.line), False
+        return Outcome("failed", error.line)
     except TimeoutError as late:
         said = f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended"
-        return Outcome("failed", said), False
+        return Outcome("failed", said)
     except EndedError:
         lines = job.last_words().split("\n")
-        return Outcome("failed", f"its process ended: {lines[-1] or 'it said nothing'}"), False
-    return max(reports, key=lambda each: (_OUTCOMES.index(each.outcome), each.difference or 0.0)), True
+        return Outcome("failed", f"its process ended: {lines[-1] or 'it said nothing'}")
+    return max(reports, key=lambda each: (_OUTCOMES.index(each.outcome), each.difference or 0.0))
 
 
-def _reason_to_skip(cell: Cell, facts: dict[str, Any]) -> str:
+def _reason_to_skip(cell: Cell, facts: Result) -> str:
     devices = facts.get("devices", cell.size)
     if cell.workers == 1 and cell.parallel != ALONE:
         return "it takes several processes"
@@ -152,33 +142,16 @@ def try_cells(cells: Sequence[Cell]) -> Iterator[Result | Outcome]:
     first = cells[0]
     if first.device != this_device():
         ms.set_device(first.device)
-    rank = 0
     if first.size > 1:
         init()
-        rank = get_rank()
+    rank = current_world(_OWNER).rank
     yield {"devices": ms.hal.device_count(first.device), "environment": describe()}
     for number, cell in enumerate(cells):
-        if first.size > 1:
-            # A process that dies in a cell would end the job while others have not reported the cell before it.
-            gather_counts("begins a cell of the self-test", number)
-        yield try_cell(replace(cell, rank=rank))
-
-
-def try_cell(cell: Cell) -> Outcome:
-    """Run a cell, and return its outcome."""
-    try:
-        with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
-            return judge(cell.function(cell))
-    except SkippedCell as why:
-        return Outcome("skipped", str(why))
-
-
-def judge(found: Found) -> Outcome:
-    """Return the outcome of a comparison, with a line about the difference."""
-    # JSON has no Inf and no NaN.
-    numbers = [number if math.isfinite(number) else None for number in found[:2]]
-    # Not '>' for "failed", because a NaN must fail.
-    if found.difference <= found.tolerance:
-        return Outcome("passed", f"{found.difference:.1e} of {found.tolerance:.1e} ({found.what})", *numbers)
-    said = f"{found.what}: a difference of {found.difference:.1e}, and {found.tolerance:.1e} is rounding"
-    return Outcome("failed", said, *numbers)
+        # A process that dies in a cell would end the job while others have not reported the cell before it.
+        gather_counts("begins a cell of the self-test", number)
+        try:
+            with execution_mode(getattr(ms, f"{cell.mode}_MODE")):
+                outcome = cell.function(replace(cell, rank=rank))
+        except SkippedCell as why:
+            outcome = Outcome("skipped", str(why))
+        yield outcome

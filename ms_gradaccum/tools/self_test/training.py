@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -19,6 +19,7 @@ from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, ParallelChoice
 from ms_gradaccum.tools.whole_batch import Run, WholeBatch, relative_differences, total_norm
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.step_output import StepOutput
 
 ALONE = "one process"
 _KINDS: dict[str, ParallelChoice] = {
@@ -44,20 +45,21 @@ class SkippedCell(Exception):
     """Raised if a cell cannot run here."""
 
 
-class Found(NamedTuple):
-    """The largest of several relative differences, its tolerance, and the name of the compared value."""
+class Outcome(NamedTuple):
+    """The outcome of a cell, in one of its processes or in all, and a line about it."""
 
-    difference: float
-    tolerance: float
-    what: str
+    outcome: str
+    said: str
+    difference: float | None = None
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One test, with its process in a job. The ``function`` takes the cell and returns a Found."""
+    """One test, with its process in a job. The ``function`` takes the cell and returns an Outcome."""
 
     name: str
-    function: "Callable[[Cell], Found]"
+    function: "Callable[[Cell], Outcome]"
     parallel: str = ALONE
     dtype: str = "float32"
     mode: str = "GRAPH"
@@ -119,14 +121,14 @@ class Training:
         self,
         cell: Cell,
         loss: Callable[[nn.Cell], nn.Cell] = lambda network: nn.WithLossCell(network, nn.MSELoss()),
-        whole_loss: nn.Cell | None = None,
+        whole_loss: type[nn.Cell] = nn.MSELoss,
         batch: Callable[[int, int], Arrays] = rows_of,
         window: int = 1,
         max_norm: float | None = None,
         mixed_precision: MixedPrecision | None = None,
     ) -> None:
         self.cell = cell
-        self.whole_loss = whole_loss or nn.MSELoss()
+        self.whole_loss = whole_loss()
         self.batch = batch
         self.window = window
         self.max_norm = max_norm
@@ -148,23 +150,28 @@ class Training:
         """Train this process's rows of batches, and record the reports of the updates."""
         for number in numbers:
             output = self.step(*self.cell.share(self.batch(number, self.cell.rows)))
-            if bool(output.updated.asnumpy()):
+            if output.is_updated:
                 self.note(output)
         return self
 
-    def note(self, output: Any) -> None:
-        """Record the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
-        norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
-        self.losses = [float(output[0].asnumpy())]
-        self.norms = [float(norm.asnumpy())]
+    def note(self, output: StepOutput) -> None:
+        """Record the loss and the norm of an update."""
+        self.losses = [float(output)]
+        self.norms = [float(output.grad_norm.asnumpy())]
 
-    def compared(self) -> Found:
+    def compared(self) -> Outcome:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
         network = perceptron()
         start = values_of(network)
-        loss, norm = self._train_whole(network)
+        parameters = network.trainable_params()
+        optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
+        loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
+        with op_by_op():
+            step = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
+            step.train(*self._joined(0))
+            loss, grads = step.train(*self._joined(self.window))
         values = values_of(network)
-        whole = Run([loss], list(map(np.subtract, values, start)), norms=[norm])
+        whole = Run([loss], list(map(np.subtract, values, start)), norms=[total_norm(grads)])
         changes = list(map(np.subtract, values_of(self.network), start))
         found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
         worst = max(found, key=lambda name: found[name])
@@ -174,18 +181,7 @@ class Training:
         terms = self.cell.rows * self.window * _HIDDEN
         allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), terms, _ROUNDINGS)
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / moved
-        return Found(found[worst], allowed, worst)
-
-    def _train_whole(self, network: nn.Cell) -> tuple[float, float]:
-        """Train a network with MindSpore's own step. Return the loss and the norm of the second of two updates."""
-        parameters = network.trainable_params()
-        optimizer = nn.Momentum(parameters, _RATE, _MOMENTUM)
-        loss_cell = nn.WithLossCell(network, self.whole_loss).set_train()
-        with op_by_op():
-            whole = WholeBatch("test", loss_cell, parameters, optimizer, self.max_norm)
-            whole.train(*self._joined(0))
-            loss, grads = whole.train(*self._joined(self.window))
-        return loss, total_norm(grads)
+        return judge(found[worst], allowed, worst)
 
     def _joined(self, first: int) -> list[Tensor]:
         """Return the batches of a window as one."""
@@ -197,3 +193,14 @@ def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:
     """Return the largest relative difference that rounding explains."""
     of_layers = max(TOLERANCES[dtype].rounding, TOLERANCES[product_dtype(device)].rounding)
     return _DEVIATIONS * (math.sqrt(terms) * _FLOAT32 + math.sqrt(roundings) * of_layers)
+
+
+def judge(difference: float, allowed: float, what: str) -> Outcome:
+    """Return the outcome of a comparison, from the largest relative difference, its tolerance, and what differs."""
+    # JSON has no Inf and no NaN.
+    numbers = [number if math.isfinite(number) else None for number in (difference, allowed)]
+    # Not '>' for "failed", because a NaN must fail.
+    if difference <= allowed:
+        return Outcome("passed", f"{difference:.1e} of {allowed:.1e} ({what})", *numbers)
+    said = f"{what}: a difference of {difference:.1e}, and {allowed:.1e} is rounding"
+    return Outcome("failed", said, *numbers)

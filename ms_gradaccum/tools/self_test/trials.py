@@ -13,29 +13,30 @@ from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.self_test.training import Cell, Found, SkippedCell, Training, labelled_rows, values_of
+from ms_gradaccum.tools.self_test.training import Cell, Outcome, SkippedCell, Training, labelled_rows, values_of
+from ms_gradaccum.training.step_output import StepOutput
 
 _SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
 _MAX_NORM = 0.25  # Below the norms of the gradients, which are at least 0.8.
 _STATE = "state_of_one"
 
 
-def plain(cell: Cell) -> Found:
+def plain(cell: Cell) -> Outcome:
     """Make two updates in the dtype."""
     return Training(cell, mixed_precision=_precision(cell)).feed(0, 1).compared()
 
 
-def clipped(cell: Cell) -> Found:
+def clipped(cell: Cell) -> Outcome:
     """Make two updates of two batches each, clipped."""
     return Training(cell, window=2, max_norm=_MAX_NORM).feed(0, 1, 2, 3).compared()
 
 
-def tokens(cell: Cell) -> Found:
+def tokens(cell: Cell) -> Outcome:
     """Train a mean over the valid labels, whose number differs between micro batches."""
-    return Training(cell, TokenMeanLoss, nn.CrossEntropyLoss(), labelled_rows).feed(0, 1).compared()
+    return Training(cell, TokenMeanLoss, nn.CrossEntropyLoss, labelled_rows).feed(0, 1).compared()
 
 
-def overflow(cell: Cell) -> Found:
+def overflow(cell: Cell) -> Outcome:
     """Put an Inf in a row of the last process: nothing changes anywhere, the scale is halved, and training goes on."""
     training = Training(cell, mixed_precision=_precision(cell))
     before = values_of(training.network)
@@ -43,7 +44,7 @@ def overflow(cell: Cell) -> Found:
     inputs[-1, 0] = np.inf
     output = training.step(*cell.share((inputs, labels)))
     is_unchanged = all(map(np.array_equal, values_of(training.network), before))
-    if not is_unchanged or bool(output.updated.asnumpy()):
+    if not is_unchanged or output.is_updated:
         raise ValueError("a window with an Inf in its gradient made an update")
     output = training.step(*cell.share(training.batch(0, cell.rows)))
     training.note(output)
@@ -52,29 +53,29 @@ def overflow(cell: Cell) -> Found:
     return training.feed(1).compared()
 
 
-def resume(cell: Cell) -> Found:
+def resume(cell: Cell) -> Outcome:
     """Save a state in mid-window, load it into a newly built training, and continue."""
     save_state(Training(cell, window=2).feed(0, 1, 2).step, Path(cell.folder, _STATE))
     return resume_other(cell)
 
 
-def resume_other(cell: Cell) -> Found:
+def resume_other(cell: Cell) -> Outcome:
     """Continue from the state that one process has saved in mid-window."""
     if not Path(cell.folder, _STATE).exists():
-        raise SkippedCell("one process has saved no state")
+        return Outcome("skipped", "one process has saved no state")
     training = Training(cell, window=2)
     load_state(training.step, Path(cell.folder, _STATE))
     return training.feed(3).compared()
 
 
-def one_graph(cell: Cell) -> Found:
+def one_graph(cell: Cell) -> Outcome:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
     batches = [training.batch(number, cell.rows) for number in (0, 1)]
     if not has_data_sink(cell.device):
         graph = ms.jit(training.step)
         for batch in batches:
-            training.note(graph(*cell.share(batch)))
+            training.note(StepOutput(*graph(*cell.share(batch))))
         return training.compared()
     arrays = tuple(map(np.concatenate, zip(*batches)))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)

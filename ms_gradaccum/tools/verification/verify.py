@@ -31,6 +31,10 @@ _RANDOM = (
     "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
     "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
 )
+_UNKNOWN = (
+    "No cause was found. It may be a bprop or a hook that looks at several rows, random numbers, or rounding. Give "
+    "rtol if the difference is small."
+)
 
 
 def verify(
@@ -188,7 +192,7 @@ def _report(experiment: Experiment, reference: nn.Cell | None, rtol: float) -> V
     is_equal = not any(entry.differs for entry in entries)
     if not is_equal:
         moved = [entry.name for entry in entries if entry.differs and entry.kind == "state"]
-        causes = causes_of(experiment, window, whole, other, moved, rtol)
+        causes = tuple(causes_of(experiment, window, whole, other, moved, rtol)) or (_UNKNOWN,)
     return VerifyReport(
         equal=is_equal,
         parameters=tuple(entries),
