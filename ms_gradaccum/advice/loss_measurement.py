@@ -99,13 +99,19 @@ class LossMeasurement:
         self.state = Snapshot(self.network.network, moved=self.losses.moved)
         if self.is_distributed and self.state.code.communicates():
             return not_measured("its forward pass communicates with other processes")
-        if self.state.iterators:
-            kind = type(self.state.iterators[0]).__name__
-            return not_measured(f"the network reads an iterator ({kind}), which more passes would use up", "")
-        return ""
+        return self._iterator_used()
+
+    def _iterator_used(self) -> str:
+        kind = self.state and self.state.used_iterator()
+        if not kind:
+            return ""
+        return not_measured(f"the network holds an iterator ({kind}), which more passes may use up", "")
 
     def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> str:
         """Measure a batch that is due. ``outputs`` are those of its micro steps."""
+        text = self._iterator_used()
+        if text:
+            return text
         found = self.waiting.copy()
         for rows, output in zip(parts, outputs):
             found.append(Part(rows, self.losses.from_outputs(rows, output), updates))

@@ -59,7 +59,7 @@ class WindowWatch:
         self.values = []
         if is_last or self.network is None or len(self.rates) >= _WATCHED_BATCHES:
             return
-        for parameter in self.network.trainable_params():
+        for parameter in self.network.get_parameters():
             self.values.append((parameter, few_elements(parameter).copy()))
 
     def end_window(self) -> None:
@@ -82,6 +82,6 @@ class WindowWatch:
 
 
 def _differ(before: Array, now: Array) -> bool:
-    change = np.abs(now - before).max(initial=0.0)
+    change = np.abs(np.subtract(now, before, dtype=np.complex128)).max(initial=0.0)
     size = np.abs(before).max(initial=0.0)
     return float(change) > _RESTORED * float(size)

@@ -11,8 +11,10 @@ from ms_gradaccum.backend.device import is_host
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def as_array(tensor: Tensor) -> Array:
+def as_array(tensor: Tensor | Array) -> Array:
     """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
     array: Array = tensor.float().asnumpy() if tensor.dtype == ms.bfloat16 else tensor.asnumpy()
     return array
 

@@ -12,7 +12,14 @@ from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.network_code import is_user
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_LARGE_ARRAY = 2**24  # Larger arrays of NumPy are not copied; they are data, such as a vocabulary.
+_LARGE_ARRAY = 2**24  # Unit: bytes.
+
+
+def is_large_array(value: object) -> bool:
+    """Return whether a value is an array of NumPy that is too large for a copy, and that may change."""
+    if not is_a(value, np.ndarray) or is_a(value, np.memmap):
+        return False
+    return value.nbytes > _LARGE_ARRAY and value.flags.writeable and value.dtype.kind in "biufc"
 
 
 def content_of(holder: Any) -> Any:

@@ -34,6 +34,8 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         if isinstance(optimizer, type):
             got = f"the class {optimizer.__name__}"
             remedy = f"Build it: {optimizer.__name__}(network.trainable_params())."
+        elif isinstance(optimizer, (list, tuple)):
+            remedy = "Give several to an Accumulator, as in Accumulator(network, [first, second])."
         elif isinstance(optimizer, nn.Cell):
             remedy = LOSS_INSIDE
         raise TypeError(

@@ -1,5 +1,8 @@
 """Snapshot of all state that a run of a network may change, to restore it afterwards."""
 
+import io
+import itertools
+import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +16,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.arrays import Array, as_array
-from ms_gradaccum.backend.held_values import GENERATORS, content_of, fill
+from ms_gradaccum.backend.held_values import GENERATORS, content_of, fill, is_large_array
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.random_states import put_random_states, random_states
@@ -26,13 +29,13 @@ SMALL_SIZE = 2**16
 
 
 class SnapshotTensors:
-    """Tensors whose changes are detected, by fingerprints, and undone for those that are copied to the host.
+    """Tensors and arrays whose changes are detected, by fingerprints, and undone for those that are copied.
 
     With ``moved`` these are the small ones and those with these identities, since copies of all would be large.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], moved: AbstractSet[int] | None = None) -> None:
-        self.tensors = list(tensors)
+    def __init__(self, tensors: Iterable[Tensor | Array], moved: AbstractSet[int] | None = None) -> None:
+        self.tensors: list[Any] = list(tensors)
         self.marks = list(map(_fingerprint, self.tensors))
         self.values: dict[int, Array] = {}  # The copies, by the index of their tensor.
         for i, each in enumerate(self.tensors):
@@ -50,14 +53,17 @@ class SnapshotTensors:
         """Restore the values. Return the names of the changed tensors that have no copy, and stay as they are."""
         lost = []
         for i in self.changed():
-            if i in self.values:
-                assign_in_place(self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype))
-            else:
+            tensor = self.tensors[i]
+            if i not in self.values:
                 lost.append(i)
+            elif isinstance(tensor, np.ndarray):
+                tensor[...] = self.values[i]
+            else:
+                assign_in_place(tensor, Tensor(self.values[i], tensor.dtype))
         return self.names(lost)
 
 
-def _fingerprint(tensor: Tensor) -> int:
+def _fingerprint(tensor: Tensor | Array) -> int:
     return zlib.crc32(np.ascontiguousarray(as_array(tensor)).data)
 
 
@@ -100,16 +106,24 @@ class Snapshot:
         self.code = NetworkCode(*networks, *parameters, *cells)
         reached = self.code.reached
         # An iterator goes on with each pass, and nothing takes it back.
-        self.iterators = _of_kind(reached, Iterator)
+        self.iterators = list(filter(_is_used_up, reached))
+        self.places = list(map(_place_of, self.iterators))
         self.cells: list[nn.Cell] = _of_kind(reached, nn.Cell)
         # Reading a parameter initializes it if it waits for that. A training does so in this order.
         tensors = {id(each): each for each in [*parameters, *_of_kind(reached, Tensor)]}
-        self.tensors = SnapshotTensors(tensors.values(), moved)
+        self.tensors = SnapshotTensors([*tensors.values(), *filter(is_large_array, reached)], moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
         self.contents = [(holder, content) for holder in reached if (content := content_of(holder)) is not None]
         # The variables of modules that functions assign.
         self.globals = [(names, name, names[name]) for names, name in self.code.assigned if name in names]
         self.random = RandomNumbers(_of_kind(reached, GENERATORS))
+
+    def used_iterator(self) -> str:
+        """Return the type of an iterator that has gone on, or that does not tell; an empty string if there is none."""
+        for iterator, place in zip(self.iterators, self.places):
+            if place is None or _place_of(iterator) != place:
+                return type(iterator).__name__
+        return ""
 
     def changed_names(self) -> list[str]:
         """Return the names of the tensors and of the attributes of the user's cells that have changed."""
@@ -131,6 +145,21 @@ class Snapshot:
             cell.add_flags(training=vars(cell)["training"])
         self.random.put_back()
         return self.tensors.put_back()
+
+
+def _is_used_up(value: object) -> bool:
+    """Return whether a value is an iterator with a state of its own: not attributes, nor other iterators."""
+    if not is_a(value, Iterator) or is_user(type(value)) or is_a(value, (zip, map, filter, enumerate)):
+        return False
+    return not is_a(value, io.IOBase) or (not value.closed and value.readable())
+
+
+def _place_of(iterator: Any) -> object:
+    """Return where an iterator stands, or None if it does not tell."""
+    if is_a(iterator, itertools.count):
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
+    return None if left < 0 else left
 
 
 def _of_kind(values: Iterable[Any], kind: Any) -> list[Any]:

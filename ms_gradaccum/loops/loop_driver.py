@@ -17,8 +17,8 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 UNWEIGHTED = (
-    "For 'Accumulator', batches of different sizes need a weight, but got none: all batches and ranks count alike. "
-    "Call accumulator(grads, len(x), loss), or prepare the dataset."
+    "For 'Accumulator', a batch must have a weight, but got none: all batches and ranks count alike, whatever their "
+    "rows. Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)

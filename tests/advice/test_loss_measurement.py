@@ -176,6 +176,7 @@ def measured(monkeypatch):
 @pytest.mark.parametrize("small", [2**16, 0])
 def test_a_training_is_the_same_with_it_to_the_bit(small, eager, monkeypatch):
     monkeypatch.setattr("ms_gradaccum.backend.snapshot.SMALL_SIZE", small)
+    monkeypatch.setattr("ms_gradaccum.backend.held_values._LARGE_ARRAY", 4 * small)
     # It goes on after a finding here: everything is measured.
     monkeypatch.setattr(Advisor, "_end_measuring", lambda self, text: None)
     batches = measured(monkeypatch)
@@ -238,8 +239,17 @@ def test_an_iterator_is_not_used_up(eager):
 
     cell = Of(scaled, factors=itertools.count(1))
     (said,) = said_of(cell, Tensor(X), Tensor(Y), batches=3)
-    assert "the network reads an iterator (count)" in said
+    assert "the network holds an iterator (count)" in said
     assert next(cell.factors) == 13
+
+
+def test_an_iterator_that_the_forward_pass_leaves_alone_is_measured(eager, tmp_path):
+    with open(tmp_path / "log", "w") as log:
+        for held in (itertools.count(), iter([1, 2]), map(str, iter([1])), log):
+            cell, inputs = build(WRONG["sum_of_squares"])
+            cell.held = [held]
+            (said,) = said_of(cell, *inputs, batches=1, learning_rate=1e-4)
+            assert "the loss of two micro batches together" in said
 
 
 def test_tensors_of_strings_are_joined(eager):

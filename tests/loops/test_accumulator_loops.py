@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from linear_toy import X, batches, descend, mse, sgd, toy_step, weight_of
 from loop_toy import FOUR, own_loop, toy_loop, train, updates_of
-from mindspore import Tensor, nn, value_and_grad
+from mindspore import Parameter, Tensor, nn, ops, value_and_grad
 from mindspore.dataset import NumpySlicesDataset
 from refusal import no_warning, refuses, told
 from step_probe import compilations, number
@@ -212,6 +212,19 @@ def test_parameters_that_the_caller_changes_inside_a_window_are_named(change, co
             accumulator(grads, 2, loss)
             change(accumulator, network.weight)
     assert ["mixes two models" in each and "'weight'" in each for each in said] == [True] * count
+
+
+def test_a_frozen_parameter_that_the_loop_changes_inside_a_window_is_named():
+    """A target network, which a loop moves after each batch."""
+    network, accumulator = own_loop(2)
+    network.target = Parameter(Tensor([True, False]), "target", requires_grad=False)
+    grad_fn = value_and_grad(mse(network), None, network.trainable_params())
+    with told("mixes two models") as said:
+        for each in FOUR:
+            loss, grads = grad_fn(*each)
+            accumulator(grads, 2, loss)
+            network.target.set_data(ops.logical_not(network.target))
+    assert "'target'" in said[0]
 
 
 def warnings_for(make):

@@ -18,7 +18,7 @@ def loop(sizes, steps, weight=None, prepares=True, passes=1, cut=lambda part: [p
     ends = np.cumsum(sizes)
     parts = [(X[end - size : end],) for end, size in zip(ends, sizes)]
     loader = accumulator.prepare(parts) if prepares else parts
-    with told("batches of different sizes need a weight") as said:
+    with told("a batch must have a weight") as said:
         for _ in range(passes):
             for (whole_part,) in loader:
                 for part in cut(whole_part):

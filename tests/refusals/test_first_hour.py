@@ -24,6 +24,11 @@ MISTAKES = {
     "a number third": (lambda cell, optimizer: TrainOneStepCell(cell, optimizer, 4), "'sens'", "accumulation_steps=4?"),
     "a loss second": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS, optimizer), "'sens'", LOSS_INSIDE),
     "a loss for the optimizer": (lambda cell, optimizer: TrainOneStepCell(cell, LOSS), "'optimizer'", LOSS_INSIDE),
+    "several optimizers": (
+        lambda cell, optimizer: TrainOneStepCell(cell, [optimizer]),
+        "'optimizer'",
+        "Accumulator(network, [first, second])",
+    ),
     "a loss for the number": (lambda cell, optimizer: GradAccumulation(cell, LOSS), "'micro_size'", LOSS_INSIDE),
     "a loss in a loop": (
         lambda cell, optimizer: Accumulator(cell, LOSS, optimizer),
