@@ -102,6 +102,7 @@ class LossMeasurement:
         return self._iterator_used()
 
     def _iterator_used(self) -> str:
+        """Return the sentence for an iterator that further passes may use up, or an empty string."""
         kind = self.state and self.state.used_iterator()
         if not kind:
             return ""

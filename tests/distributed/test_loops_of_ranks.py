@@ -96,7 +96,7 @@ def test_gradients_that_the_caller_took_count_by_their_rows_if_anybody_knows_the
     network, accumulator = build_loop(parallel=KINDS[kind])
     grad_fn = ms.value_and_grad(mse(network), None, network.trainable_params())
     batches = [own_share(0), own_share(1, ONE_SHAPE)]
-    with told("need a weight") as said:
+    with told("must have a weight") as said:
         for x, y in accumulator.prepare(batches) if who_knows == "dataset" else batches:
             loss, grads = grad_fn(x, y)
             known = (len(x), loss) if who_knows == "loop" else ()
