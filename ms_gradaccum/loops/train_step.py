@@ -107,7 +107,8 @@ class WindowDriver(Generic[_W]):
         """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
         most = self.windows[0].reducers[0].most("flushes its window", batches)
         for window in self.windows:
-            window.ranks.compare()
+            if window.ranks.is_on:
+                window.ranks.compare()
         return most > 0
 
     def drop(self) -> int:
@@ -213,8 +214,9 @@ class HostDrivenStep(Step):
         return self.driver.drop() if self.open_batches() else 0
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
-        self.window.ranks.note_first("batch", batch)
-        self.window.ranks.compare()
+        if self.window.ranks.is_on:
+            self.window.ranks.note_first("batch", batch)
+            self.window.ranks.compare()
         if self.window.advisor.is_unmeasured:
             inputs = self.network.positional(batch, {})
             self.window.advisor.before_sink(inputs, self.network.split(*inputs))

@@ -13,7 +13,10 @@ from ms_gradaccum.training.events import Events
 
 
 class RankComparison:
-    """The comparison of this rank with the others, which all must make at the same time. One process has none."""
+    """The comparison of this rank with the others, which all must make at the same time.
+
+    One process has nothing to compare: its callers ask `is_on` first.
+    """
 
     # This rank's first batch or gradients since the last comparison.
     first: FirstInput | None = None
@@ -36,9 +39,10 @@ class RankComparison:
 
     def note_first(self, what: str, inputs: object) -> None:
         """Record the first batch or gradients of this rank."""
-        if self.is_on and self.first is None:
-            tensors = Flattened((inputs,)).tensors
-            self.first = FirstInput(what, digest(tensors)) if tensors else NO_INPUT
+        if self.first is not None:
+            return
+        tensors = Flattened((inputs,)).tensors
+        self.first = FirstInput(what, digest(tensors)) if tensors else NO_INPUT
 
     def end_window(self) -> None:
         """Compare in windows 1, 2, 4, 8 and so on."""
@@ -48,8 +52,6 @@ class RankComparison:
 
     def compare(self) -> None:
         """Raise if learning rates, parameters or averages differ. Collective: all ranks must call it."""
-        if not self.is_on:
-            return
         shared = shared_by(self.reducers)
         averages = sorted(extra.agreed() for extra in self.events.extras)
         states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)

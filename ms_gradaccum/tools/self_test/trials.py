@@ -62,7 +62,7 @@ def resume(cell: Cell) -> Outcome:
 def resume_other(cell: Cell) -> Outcome:
     """Continue from the state that one process has saved in mid-window."""
     if not Path(cell.folder, _STATE).exists():
-        return Outcome("skipped", "one process has saved no state")
+        raise SkippedCell("one process has saved no state")
     training = Training(cell, window=2)
     load_state(training.step, Path(cell.folder, _STATE))
     return training.feed(3).compared()
