@@ -167,7 +167,7 @@ class Advisor(SilentAdvisor):
         follows_failure = self.batch is not None
         self.batch = batch
         self.is_unmeasured = False
-        self.first_batches.look(batch.inputs, batch.split, batch.is_eager)
+        self.first_batches.look(batch.split, batch.is_eager)
         is_first = self.count.get() == 0
         if self.watch.is_on:
             if is_first:
@@ -260,8 +260,7 @@ class Advisor(SilentAdvisor):
 
     def _look_on(self) -> None:
         """Decide whether later batches may be worth a warning."""
-        is_measured = self.measurement is not None
-        self.is_on = is_measured or self.watch.is_on or not self.first_batches.has_split
+        self.is_on = self.measurement is not None or self.watch.is_on
 
     def _end_measuring(self, text: str) -> None:
         """Warn of what the measurement has found, and measure nothing more; go on after an empty text."""

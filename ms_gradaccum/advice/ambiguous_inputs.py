@@ -1,4 +1,4 @@
-"""Inputs whose shapes do not show whether they are a batch: warnings at the first batch, and hints in errors."""
+"""Hints in the errors of micro batches: inputs whose shapes do not show whether they are a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,14 +6,11 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
-from ms_gradaccum._checks import counted, warn
-from ms_gradaccum.batch.split import TENSORS, BatchAxis, Flattened, Item, count_rows, spread_axes
+from ms_gradaccum.batch.split import TENSORS, BatchAxis, spread_axes
 
 _OWNER = "GradAccumulation"
 # Tensors with more columns are not searched for numbers of rows.
 _MANY_COLUMNS = 64
-# Types of per-row values in a list. Tensors in a list are checked separately.
-_VALUES = (int, float, str, np.generic, list, tuple, dict)
 # The beginnings of errors that need no hint about the split.
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 
@@ -95,86 +92,3 @@ def _column_of_row_numbers(item: Any) -> int | None:
 
 def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, ...]) -> str:
     return ", ".join(f"{accumulation.name_of_input(i)} of shape {tuple(inputs[i].shape)}" for i in places)
-
-
-def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
-    """Warn of inputs that may be split or not split by mistake. Return True if later batches need no check."""
-    if not accumulation.splits:
-        return False
-    batch_axis = accumulation.batch_axis
-    batch = Flattened(inputs, batch_axis)
-    rows = count_rows(batch.leaves)
-    if is_first and rows < (accumulation.micro_size or 1):
-        warn(
-            f"For '{_OWNER}', micro_size={accumulation.micro_size} exceeds the {counted(rows, 'row')} of the batch, "
-            f"which is split into single rows. It is the number of micro batches, not of rows: for an update of "
-            f"several small batches give accumulation_steps."
-        )
-    if parts == 1:
-        return False
-    for item in batch.others[1:]:
-        got = _each_row(item, rows, isinstance(batch_axis, int))
-        if got:
-            is_whole = item.place.count("[") == 1
-            name = accumulation.name_of_input(int(item.place[6:-1])) if is_whole else item.place
-            warn(
-                f"For '{_OWNER}', the input {name} seems to have an item per row, but got {got}. Make it a tensor, "
-                f"or give batch_axis an entry per input, None for this one."
-            )
-            return True
-    if isinstance(batch_axis, int):
-        _warn_of_equal_lengths(accumulation, inputs, parts, rows)
-    return True
-
-
-def _each_row(item: Item, rows: int, is_default: bool) -> str:
-    """Describe the treatment of an input whose items may belong to one row each; "" for all others."""
-    values = item.value
-    if item.axis is None or not isinstance(values, (list, tuple)) or len(values) != rows:
-        return ""
-    have_rows = [_has_rows(each) for each in values]
-    # A tuple of Python values mostly belongs to the whole batch.
-    is_list = isinstance(values, list)
-    kinds = (*TENSORS, *_VALUES) if is_list else TENSORS
-    if not any(have_rows) and all(isinstance(each, kinds) for each in values):
-        return f"a {type(values).__name__} of {rows}, which goes whole into each micro batch"
-    if is_list and is_default and all(have_rows):
-        return f"a list of {rows}, each of which is cut along its axis {item.axis}"
-    return ""
-
-
-def _has_rows(value: object) -> bool:
-    """Return whether a part of an input contains a tensor with axes."""
-    return any(axis is not None for axis in Flattened((value,), 0).axes)
-
-
-def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
-    """Warn of a tensor that is as long as the batch on two axes, so that the wrong one may be split."""
-    batch_axis = accumulation.batch_axis
-    square = []
-    for i, each in enumerate(inputs):
-        if isinstance(each, TENSORS) and each.shape[:2] == (rows, rows):
-            square.append(i)
-    time_major = _time_major_cell(accumulation.network)
-    if time_major and batch_axis == 0 and square:
-        warn(
-            f"For '{_OWNER}', the rows must be on axis 1 for {time_major} with batch_first=False, but got "
-            f"{_described(accumulation, square, inputs)} cut along axis 0. Give batch_axis an entry per input, or "
-            f"build it with batch_first=True."
-        )
-        return
-    # Single rows of a square matrix fit any shape.
-    doubtful = [i for i in ambiguous_inputs(inputs, batch_axis) if inputs[i].shape == (rows, rows)]
-    if parts == rows and doubtful:
-        warn(
-            f"For '{_OWNER}', inputs that are cut into single rows must be batches, but got perhaps a mask in "
-            f"{_described(accumulation, doubtful, inputs)}. Give batch_axis an entry per input, None for a mask."
-        )
-
-
-def _time_major_cell(network: nn.Cell) -> str:
-    """Return the name of a cell that has its rows on axis 1, or an empty string."""
-    for _, cell in network.cells_and_names():
-        if getattr(cell, "batch_first", None) is False:
-            return str(cell.cls_name)
-    return ""

@@ -1,12 +1,11 @@
-"""Warnings of the first batches: what the network does otherwise in micro batches, and inputs that may not be split."""
+"""Warnings of the first batch: what the network does otherwise in micro batches, and fewer rows than these."""
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from mindspore import Parameter, nn
 
-from ms_gradaccum.advice.ambiguous_inputs import warn_of_split
+from ms_gradaccum._checks import counted, warn
 from ms_gradaccum.advice.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.backend.device import warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import has_backward_hook
@@ -21,7 +20,6 @@ class FirstBatches:
     """Warn of a network and of its first inputs, and later of hooks that come only then."""
 
     has_begun = False  # True once a batch was seen.
-    has_split = False  # True once a batch of several micro batches was seen.
     num_hooks = -1  # The largest number of hooks in the backward pass so far; -1 before the first batch.
 
     def __init__(
@@ -40,23 +38,29 @@ class FirstBatches:
         self.cells = [cell for _, cell in network.cells_and_names()]
         warn_of_slow_convolutions(owner, network)
 
-    def look(self, inputs: tuple[Any, ...], split: SplitBatch, is_eager: bool) -> None:
+    def look(self, split: SplitBatch, is_eager: bool) -> None:
         """Look at a batch."""
         is_first = not self.has_begun
         if is_eager or is_first:
             self._look_at_hooks()
-        if self.has_split:
+        if not is_first:
             return
-        if is_first:
-            self.has_begun = True
-            warn_of_modes(self.owner, self.network, self.adds_batches)
-            if is_eager and not self.reducer.grads_are_reduced:
-                _LOGGER.warning(
-                    "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
-                    "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
-                    self.owner,
-                )
-        self.has_split = warn_of_split(self.network, inputs, len(split.micro_batches), is_first)
+        self.has_begun = True
+        warn_of_modes(self.owner, self.network, self.adds_batches)
+        if is_eager and not self.reducer.grads_are_reduced:
+            _LOGGER.warning(
+                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
+                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
+                self.owner,
+            )
+        micro_size = self.network.micro_size or 1
+        rows = sum(each.rows for each in split.micro_batches)
+        if rows < micro_size:
+            warn(
+                f"For 'GradAccumulation', micro_size={micro_size} exceeds the {counted(rows, 'row')} of the batch, "
+                f"which is split into single rows. It is the number of micro batches, not of rows: for an update of "
+                f"several small batches give accumulation_steps."
+            )
 
     def look_at_network(self) -> None:
         """Look at a network whose batches nobody sees."""

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from ms_gradaccum._checks import first_line, listed, warn
+from ms_gradaccum._checks import counted, first_line, listed, warn
 from ms_gradaccum.advice.gradient_exchange import Program, gradient_error
 from ms_gradaccum.advice.loss_of_rows import Loss, LossOfRows, error_of, relative
 from ms_gradaccum.advice.rows import Rows, RowsDiffer
@@ -157,7 +157,7 @@ class LossMeasurement:
             try:
                 whole = losses.of(both)
             except Exception as caught:
-                sizes = f"the network takes {first.size} rows, but not {both.size}"
+                sizes = f"the network takes {counted(first.size, 'row')}, but not {both.size}"
                 return not_measured(f"{sizes} ({first_line(caught)})", "")
             if not math.isfinite(whole.value):
                 return ""

@@ -111,7 +111,6 @@ def a_network_of_distributed_tensors():
 PROVOKED = {
     "optimizer of real": complex_parameters,
     "network takes 4": lambda: built(GradAccumulation(OfFour(), 2))(*LINES),
-    "cut into single": lambda: built(GradAccumulation(Plain(), 8))(LINES[0], ops.ones((8, 8))),
     "complete before prepare()": lambda: built(loss_cell(), kind=Accumulator).prepare(NumpySlicesDataset(X)).batch(2),
     "training cell TrainOneStepCell": lambda: Model(built(loss_cell(), kind=nn.TrainOneStepCell), accumulation_steps=4),
     "reduce its gradients": lambda: built(DistributedDataParallel()),

@@ -7,7 +7,6 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 
 from ms_gradaccum.advice.advisor import SilentAdvisor
-from ms_gradaccum.advice.ambiguous_inputs import warn_of_split
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.arrays import Array, as_array
@@ -74,7 +73,6 @@ class Experiment:
         buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.weighted_loss.room))
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
-        warn_of_split(self.network, self.inputs, len(self.rows), is_first=False)
         # The report replaces the warnings about the network.
         advisor = SilentAdvisor(_OWNER, self.network)
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER), advisor)
