@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 _Types = type[_T] | tuple[type[_T], ...]
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
+MIN_INT = -(2**31)
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -170,50 +171,33 @@ def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: st
     return value
 
 
-def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
-    """Return ``value`` if it is an int from 1 to ``most``."""
-    number = check_type(owner, name, value, int, "a positive int", remedy)
-    if number < 1:
-        raise ValueError(argument_error(owner, name, "a positive int", number, remedy))
+def check_int(owner: str, name: str, value: object, remedy: str, least: int = 1, most: int = MAX_INT) -> int:
+    """Return ``value`` if it is an int in these bounds."""
+    rule = "a positive int" if least == 1 else f"an int of at least {least}"
+    number = check_type(owner, name, value, int, rule, remedy)
     if number > most:
-        raise ValueError(argument_error(owner, name, f"a positive int of at most {most}", number, remedy))
-    return number
-
-
-def check_int(owner: str, name: str, value: object, remedy: str) -> int:
-    """Return ``value`` if it is an int in the range of int32."""
-    number = check_type(owner, name, value, int, "an int", remedy)
-    rule = f"an int from {-MAX_INT - 1} to {MAX_INT}"
-    if not -MAX_INT - 1 <= number <= MAX_INT:
+        rule += f", at most {most}"
+    if not least <= number <= most:
         raise ValueError(argument_error(owner, name, rule, number, remedy))
     return number
 
 
-def check_positive_float(owner: str, name: str, value: object, remedy: str) -> float:
-    """Return ``value`` as a float if it is a finite number above 0."""
-    number = check_type(owner, name, value, (int, float), "a positive number", remedy)
-    if not 0 < number <= sys.float_info.max:
-        raise ValueError(argument_error(owner, name, "a positive number", number, remedy))
-    return float(number)
+def check_float(
+    owner: str, name: str, value: object, remedy: str, least: float = _LEAST_FLOAT32, below: float = math.inf
+) -> float:
+    """Return ``value``, a number or a tensor or array of one element, as a float if it is in these bounds.
 
-
-def check_positive_float32(owner: str, name: str, value: object, remedy: str) -> float:
-    """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
-    number = check_positive_float(owner, name, value, remedy)
-    rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
-    if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
-        raise ValueError(argument_error(owner, name, rule, value, remedy))
-    return number
-
-
-def check_number(owner: str, name: str, value: object, remedy: str) -> float:
-    """Return ``value``, a number or a tensor or array of one element, as a float if it is finite and at least 0."""
+    As a float32, the dtype of its tensor, it must be finite, too.
+    """
     array = value.asnumpy() if isinstance(value, ms.Tensor) else value
     if isinstance(array, (np.ndarray, np.generic)) and array.size == 1:
         value = array.item()
-    number = check_type(owner, name, value, (int, float), "a number", remedy)
-    if not 0 <= number <= sys.float_info.max:
-        raise ValueError(argument_error(owner, name, "a number of at least 0", number, remedy))
+    rule = "a positive number" if least == _LEAST_FLOAT32 else f"a number of at least {least:g}"
+    if below < math.inf:
+        rule += f" and below {below:g}"
+    number = check_type(owner, name, value, (int, float), rule, remedy)
+    if not least <= number <= _LARGEST_FLOAT32 or number >= below:
+        raise ValueError(argument_error(owner, name, f"{rule} in the range of float32", number, remedy))
     return float(number)
 
 
@@ -273,7 +257,7 @@ def check_accumulation_steps(owner: str, value: object) -> int:
     remedy = "It counts the batches of one update; 1 means an update per batch."
     if isinstance(value, nn.Cell):
         remedy = LOSS_INSIDE
-    return check_positive_int(owner, "accumulation_steps", value, remedy)
+    return check_int(owner, "accumulation_steps", value, remedy)
 
 
 def check_micro_size(value: object) -> int:
@@ -283,7 +267,7 @@ def check_micro_size(value: object) -> int:
     remedy = "It counts the micro batches of one batch; 1 means no split."
     if isinstance(value, nn.Cell):
         remedy = LOSS_INSIDE
-    return check_positive_int("GradAccumulation", "micro_size", value, remedy)
+    return check_int("GradAccumulation", "micro_size", value, remedy)
 
 
 class GradAccumulationWarning(UserWarning):

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ms_gradaccum._checks import check_positive_int, typed
+from ms_gradaccum._checks import check_int, typed
 from ms_gradaccum.batch.split import (
     BatchAxis,
     Flattened,
@@ -52,7 +52,7 @@ class TokenLimit(NamedTuple):
     @staticmethod
     def checked(micro_tokens: object, lengths: Any, length_axis: object, names: Sequence[str]) -> "TokenLimit":
         """Return the limit for a network with arguments of these names."""
-        limit = check_positive_int(_OWNER, "micro_tokens", micro_tokens, "It is the most tokens of a micro batch.")
+        limit = check_int(_OWNER, "micro_tokens", micro_tokens, "It is the most tokens of a micro batch.")
         if isinstance(lengths, str):
             if lengths not in names:
                 raise ValueError(

@@ -9,13 +9,12 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import (
+    MIN_INT,
     FrozenAfterInit,
     check_bool,
     check_cell,
+    check_float,
     check_int,
-    check_number,
-    check_positive_float32,
-    check_positive_int,
     typed,
 )
 from ms_gradaccum.backend.arithmetic import as_dtype
@@ -124,18 +123,15 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         needed = [each for each in signature.parameters.values() if each.default is each.empty]
         self.signature = f"construct{signature}"
         self.required = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed)
-        self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding tokens.")
+        remedy = "It is the label of padding tokens."
+        self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, remedy, least=MIN_INT)
         if block_tokens is not None:
-            check_positive_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
-        label_smoothing = check_number(_OWNER, "label_smoothing", label_smoothing, "0 means none.")
-        if label_smoothing >= 1:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'label_smoothing' must be below 1, but got {label_smoothing:g}. "
-                f"It is the share of the label that all classes have."
-            )
-        z_loss = check_number(_OWNER, "z_loss", z_loss, "0 means none.")
+            check_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
+        remedy = "It is the share of the label that all classes have."
+        label_smoothing = check_float(_OWNER, "label_smoothing", label_smoothing, remedy, least=0, below=1)
+        z_loss = check_float(_OWNER, "z_loss", z_loss, "0 means none.", least=0)
         if logit_softcap is not None:
-            logit_softcap = check_positive_float32(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
+            logit_softcap = check_float(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
         self.token_weights = check_bool(_OWNER, "token_weights", token_weights, "True adds an input after the labels.")
         self.head_weight, self.head_bias = _parameters_of(head)
         self.product_dtype = _product_dtype_of(head)

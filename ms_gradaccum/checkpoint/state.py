@@ -17,7 +17,7 @@ from ms_gradaccum._checks import (
     State,
     all_or_nothing,
     another_program,
-    check_positive_int,
+    check_int,
     check_saved,
     check_saved_list,
     is_count,
@@ -110,7 +110,7 @@ def save_state(
         >>> folder.cleanup()
     """
     trained, folder = check_arguments(_SAVE, step, directory)
-    check_positive_int(_SAVE, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
+    check_int(_SAVE, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
     checked = _checked_extra({} if extra is None else extra)
     contents = Contents(trained)
     positions = _positions_of(step, trained)

@@ -14,9 +14,9 @@ from mindspore.train import Callback, RunContext
 from ms_gradaccum._checks import (
     FrozenAfterInit,
     check_bool,
+    check_float,
+    check_int,
     check_path,
-    check_positive_float,
-    check_positive_int,
 )
 from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
@@ -86,10 +86,10 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         self.steps = save_checkpoint_steps
         self.seconds = save_checkpoint_seconds
         if self.steps is not None:
-            check_positive_int(_OWNER, "save_checkpoint_steps", self.steps, "It counts batches.")
+            check_int(_OWNER, "save_checkpoint_steps", self.steps, "It counts batches.")
         if self.seconds is not None:
-            check_positive_float(_OWNER, "save_checkpoint_seconds", self.seconds, "Its unit is seconds.")
-        self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
+            check_float(_OWNER, "save_checkpoint_seconds", self.seconds, "Its unit is seconds.")
+        self.keep_max = check_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
         self.model: Model | None = None  # The model that is training with this callback.
         self._signal = 0  # The number of the signal that this process got in this training.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_float, check_int
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 
@@ -76,11 +76,11 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         block_rows: int = 256,
     ) -> None:
         super().__init__()
-        temperature = check_positive_float(_OWNER, "temperature", temperature, "CLIP starts with 0.07.")
+        temperature = check_float(_OWNER, "temperature", temperature, "CLIP starts with 0.07.")
         learnable = check_bool(_OWNER, "learnable", learnable, "False keeps the temperature fixed.")
         self.normalize = check_bool(_OWNER, "normalize", normalize, "False leaves the rows as they are.")
-        self.towers = check_positive_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
-        block_rows = check_positive_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
+        self.towers = check_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
+        block_rows = check_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
         value = Tensor(-math.log(temperature), ms.float32)
         self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)

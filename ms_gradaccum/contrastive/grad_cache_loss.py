@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_cell, check_construct, check_int
+from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
 from ms_gradaccum.batch.structure import SequenceOf
@@ -80,10 +80,7 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         check_construct(_OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn.")
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns representations.")
         self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
-        remedy = "It counts the last inputs, which go to loss_fn."
-        self.labels = check_int(_OWNER, "labels", labels, remedy)
-        if labels < 0:
-            raise ValueError(argument_error(_OWNER, "labels", "an int of at least 0", labels, remedy))
+        self.labels = check_int(_OWNER, "labels", labels, "It counts the last inputs, which go to loss_fn.", least=0)
         self._get_attr_from_cell(backbone)
         self._is_built = True
 

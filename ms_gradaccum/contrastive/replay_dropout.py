@@ -6,7 +6,7 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int
+from ms_gradaccum._checks import MIN_INT, FrozenAfterInit, check_float, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ReplayDropout"
@@ -64,17 +64,12 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         super().__init__()
-        remedy = "It is the probability of a zero."
-        if isinstance(p, bool) or not isinstance(p, (int, float)):
-            raise TypeError(argument_error(_OWNER, "p", "a number", repr(p), remedy))
-        if not 0 <= p < 1:
-            raise ValueError(argument_error(_OWNER, "p", "at least 0 and less than 1", p, remedy))
+        self.p = check_float(_OWNER, "p", p, "It is the probability of a zero.", least=0, below=1)
         if seed is None:
             # The seeds are far apart because each forward pass increments them.
             seed = (ReplayDropout._last_seed + 0x3C6EF35F) % 2**31
             ReplayDropout._last_seed = seed
-        seed = check_int(_OWNER, "seed", seed, "Another one for each layer.")
-        self.p = float(p)
+        seed = check_int(_OWNER, "seed", seed, "Another one for each layer.", least=MIN_INT)
         self.seed = Parameter(Tensor(seed, ms.int32), name="seed", requires_grad=False)
         # Hashes are below 2 ** 24. An element with a hash of at least this number is kept.
         self.kept_from = round(self.p * 2**_BITS)

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_positive_float32
+from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_float
 from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
@@ -127,7 +127,7 @@ class ClipByGlobalNorm(FrozenAfterInit, Clip):
     def __init__(self, max_norm: float) -> None:
         super().__init__()
         remedy = "Typical norms are 0.5 to 5."
-        self.max_norm = check_positive_float32("ClipByGlobalNorm", "max_norm", max_norm, remedy)
+        self.max_norm = check_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
         self._is_built = True
 
     def extend_repr(self) -> str:
@@ -184,7 +184,7 @@ class ClipByValue(FrozenAfterInit, Clip):
 
     def __init__(self, limit: float) -> None:
         super().__init__()
-        self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+        self.limit = check_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
         self._is_built = True
 
     def extend_repr(self) -> str:
@@ -243,7 +243,7 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         self.limits: dict[str, float] = {}
         for pattern, limit in limits.items():
             name = f"limits[{pattern!r}]"
-            self.limits[str(pattern)] = check_positive_float32("ClipByGroupNorm", name, limit, "It is a norm.")
+            self.limits[str(pattern)] = check_float("ClipByGroupNorm", name, limit, "It is a norm.")
         self._is_built = True
 
     def extend_repr(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import amp, nn
 
-from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
+from ms_gradaccum._checks import argument_error, check_choice, check_float, check_int
 from ms_gradaccum.backend.device import device_target, runs_here
 from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.gradients.clipping import pattern_indices
@@ -97,17 +97,10 @@ class MixedPrecision:
         object.__setattr__(self, "reduce_dtype", _checked_reduce_dtype(self.reduce_dtype))
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in 16 bits.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
-            value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
-            if value < 1:
-                raise ValueError(argument_error(_OWNER, name, "a number of at least 1", value, remedy))
+            value = check_float(_OWNER, name, getattr(self, name), remedy, least=1)
             object.__setattr__(self, name, value)
-        value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
-        if value >= 1:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'backoff_factor' must be a number below 1, but got {value}. The default "
-                f"is 0.5."
-            )
-        check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
+        check_float(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.", below=1)
+        check_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
             raise TypeError(
                 f"For 'MixedPrecision', the argument 'loss_scale' must be a LossScaler, a LossScaleManager or None, "

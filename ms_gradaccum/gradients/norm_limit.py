@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_float32, check_positive_int, typed
+from ms_gradaccum._checks import check_float, check_int, typed
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.gradients.buffer import zeros
@@ -42,14 +42,9 @@ class NormSpike:
     windows: int = 128
 
     def __post_init__(self) -> None:
-        std = check_positive_float32(_OWNER, "std", self.std, "The default is 6.0.")
+        std = check_float(_OWNER, "std", self.std, "The default is 6.0.")
         object.__setattr__(self, "std", std)
-        check_positive_int(_OWNER, "windows", self.windows, "The default is 128.")
-        if self.windows < 4:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'windows' must be at least 4, but got {self.windows}. The default is "
-                f"128."
-            )
+        check_int(_OWNER, "windows", self.windows, "The default is 128.", least=4)
 
 
 SkipAbove = float | NormSpike | None  # The type of the argument `skip_above`.
@@ -136,4 +131,4 @@ def check_skip_above(owner: str, skip_above: SkipAbove) -> NoNormLimit:
             f"For '{owner}', the argument 'skip_above' must be a norm, a NormSpike or None, but got "
             f"{typed(skip_above)}. For example skip_above=NormSpike()."
         )
-    return NormLimit(check_positive_float32(owner, "skip_above", skip_above, "Typical norms are 1 to 100."))
+    return NormLimit(check_float(owner, "skip_above", skip_above, "Typical norms are 1 to 100."))

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import amp, nn
 from mindspore.train import Metric
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32
+from ms_gradaccum._checks import check_bool, check_choice, check_float
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.epoch import LastWindow
@@ -107,7 +107,7 @@ def _loss_scale(kind: object, value: object, drops: object) -> Any:
         name = kind.lower()
     remedy = "A fixed scale stays; a dynamic one adapts."
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
-    value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
+    value = check_float(_OWNER, "loss_scale", value, "1.0 scales nothing.")
     drops = check_bool(_OWNER, "drop_overflow_update", drops, "It skips windows with an Inf or a NaN.")
     if name == "dynamic":
         return amp.DynamicLossScaler(value, scale_factor=2, scale_window=2000)

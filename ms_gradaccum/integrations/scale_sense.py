@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from mindspore import Tensor, amp, nn
 
-from ms_gradaccum._checks import check_positive_float32
+from ms_gradaccum._checks import check_float
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 
 ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
@@ -32,5 +32,5 @@ def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool
         number = number.get_loss_scale()
     elif isinstance(number, Tensor) and number.size == 1:
         number = number.asnumpy().item()
-    number = check_positive_float32(owner, "scale_sense", number, _REMEDY)
+    number = check_float(owner, "scale_sense", number, _REMEDY)
     return amp.FixedLossScaleManager(number, drop_overflow_update)

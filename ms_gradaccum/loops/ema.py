@@ -12,8 +12,7 @@ from mindspore.train import Callback, RunContext
 from ms_gradaccum._checks import (
     FrozenAfterInit,
     check_bool,
-    check_number,
-    check_positive_float,
+    check_float,
 )
 from ms_gradaccum.backend.arithmetic import add_in_place
 from ms_gradaccum.backend.compiled import Compiled
@@ -80,12 +79,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
     def __init__(self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True) -> None:
         super().__init__(auto_prefix=False)
         remedy = "0.9999 is usual: it averages about 10000 updates."
-        self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
-        if self.decay >= 1:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'decay' must be a number below 1, but got {decay}. {remedy}"
-            )
-        self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, "0 means no growth.")
+        self.decay = check_float(_OWNER, "decay", decay, remedy, below=1)
+        self.warmup_updates = check_float(_OWNER, "warmup_updates", warmup_updates, "0 means no growth.", least=0)
         # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
         shares = [1.0 - self.decay, 0.0, 0.0]
         if self.warmup_updates:

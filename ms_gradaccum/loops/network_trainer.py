@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import State, check_loss, check_number, check_saved, is_positive, listed, warn
+from ms_gradaccum._checks import State, check_float, check_loss, check_saved, is_positive, listed, warn
 from ms_gradaccum.backend.arithmetic import as_dtype
 from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -235,7 +235,7 @@ class BatchMeanLoss(nn.Cell):
 
 def check_weight(weight: object) -> float:
     """Return the weight of a batch as a number."""
-    return check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+    return check_float(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.", least=0)
 
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_type
+from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_int, check_type
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -91,10 +91,7 @@ class HSDP:
         check_type(_HSDP, "shard_size", self.shard_size, int, rule, "-1 means all ranks.")
         if self.shard_size < 1 and self.shard_size != -1:
             raise ValueError(argument_error(_HSDP, "shard_size", rule, self.shard_size, "-1 means all ranks."))
-        rule = "an int of at least 0"
-        check_type(_HSDP, "threshold", self.threshold, int, rule, "It is in KB.")
-        if self.threshold < 0:
-            raise ValueError(argument_error(_HSDP, "threshold", rule, self.threshold, "It is in KB."))
+        check_int(_HSDP, "threshold", self.threshold, "It is in KB.", least=0)
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")

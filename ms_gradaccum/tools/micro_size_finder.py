@@ -15,7 +15,7 @@ import mindspore as ms
 import psutil
 from mindspore import nn
 
-from ms_gradaccum._checks import check_positive_float, check_positive_int, counted, typed
+from ms_gradaccum._checks import check_float, check_int, counted, typed
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.backend.device import is_host, is_out_of_memory
 from ms_gradaccum.batch.arguments import Batch, as_call
@@ -133,7 +133,7 @@ def find_micro_size(
             f"example with python -m ms_gradaccum micro-size, and give all ranks the answer."
         )
     limit = _check_memory_limit(memory_limit)
-    check_positive_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
+    check_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
     if report is not None and not callable(report):
         raise TypeError(
             f"For '{_OWNER}', the argument 'report' must be a function or None, but got {typed(report)}. For example "
@@ -239,7 +239,7 @@ def _check_memory_limit(limit: int | str) -> int:
         number, prefix, is_binary = match.groups()
         base = 1024 if is_binary else 1000
         limit = int(float(number) * base ** " kmgt".index((prefix or " ").lower()))
-    return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
+    return check_int(_OWNER, "memory_limit", limit, remedy, most=2**63 - 1)
 
 
 def work(builder: Builder, micro_size: int, limit: int, home: str) -> Iterator[Measured]:

@@ -130,7 +130,7 @@ class TrainingPlan:
 def _check_settings(plan: TrainingPlan) -> None:
     for name, (remedy, most) in _COUNTS.items():
         if getattr(plan, name) is not None or name in ("dataset_size", "batch_size", "ranks"):
-            check.check_positive_int(_OWNER, name, getattr(plan, name), remedy, most)
+            check.check_int(_OWNER, name, getattr(plan, name), remedy, most=most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither"
         if plan.epochs is not None:

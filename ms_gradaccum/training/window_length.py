@@ -38,7 +38,7 @@ class BySamples:
 
     def __post_init__(self) -> None:
         _check_milestones("BySamples", "steps", self.steps)
-        check.check_positive_int("BySamples", "batch_size", self.batch_size, "It counts the rows of all processes.")
+        check.check_int("BySamples", "batch_size", self.batch_size, "It counts the rows of all processes.")
 
     def steps_at(self, batches: int) -> int:
         """Return the number of batches of a window that begins after so many batches."""
@@ -80,7 +80,7 @@ class WindowLength:
             return self.steps.steps_at(batches)
         if not isinstance(self.steps, dict):
             remedy = "It is called with the number of updates so far."
-            return check.check_positive_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
+            return check.check_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
         if epoch is None:
             raise ValueError(
                 f"For '{self.owner}', the argument '{self.name}' counts epochs and needs a Model or a prepared "
@@ -125,7 +125,7 @@ def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None
         check.check_type(owner, name, key, int, "a dict with ints as keys", remedy)
         if key < 0:
             raise ValueError(check.argument_error(owner, name, "a dict with keys of at least 0", key, remedy))
-        check.check_positive_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
+        check.check_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 
 
 def _reached(milestones: dict[int, int], number: int) -> int:

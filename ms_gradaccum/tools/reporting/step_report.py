@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_positive_int, typed
+from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_int, typed
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import updates_of
 from ms_gradaccum.backend.tensors import chunks_of
@@ -107,7 +107,7 @@ class StepReporter(FrozenAfterInit):
         weight_norm: bool = False,
         network: nn.Cell | None = None,
     ) -> None:
-        self.every = check_positive_int(self._owner, "every", every, "1 means a report for each window.")
+        self.every = check_int(self._owner, "every", every, "1 means a report for each window.")
         self._has_norm = check_bool(self._owner, "weight_norm", weight_norm, "The default is False.")
         self._watch(train_step, network)
         self._is_built = True

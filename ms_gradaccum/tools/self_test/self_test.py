@@ -11,7 +11,7 @@ from typing import Any
 import mindspore as ms
 from mindspore.communication import init
 
-from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
+from ms_gradaccum._checks import check_choice, check_float, check_int
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.device import DEVICES, is_host, this_device
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -42,8 +42,8 @@ def self_test(
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
     device = check_choice(_OWNER, "device", device or this_device(), DEVICES, "By default MindSpore chooses it.")
-    check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
-    timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
+    check_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
+    timeout = check_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
     start = time.monotonic()
     results: list[Result] = []
     facts: Result = {}

@@ -113,7 +113,7 @@ def verify(
     grad_accumulation = _wrapped(network, micro_size, weighted, batch_axis)
     _check_reference(reference, grad_accumulation.network)
     if rtol is not None:
-        check.check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
+        check.check_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
     inputs = grad_accumulation.positional(*as_call(_OWNER, batch))
     grad_accumulation.bind(inputs, {})
     start = Start(grad_accumulation.network, reference)
@@ -145,11 +145,11 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
             f"loss cell."
         )
     if not isinstance(network, GradAccumulation):
-        count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
+        count = check.check_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
     if micro_size is not None:
-        check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+        check.check_int(_OWNER, "micro_size", micro_size, remedy)
     given: dict[str, tuple[object, object]] = {
         "micro_size": (micro_size, None),
         "weighted": (check_weighted(_OWNER, weighted, remedy), False),
