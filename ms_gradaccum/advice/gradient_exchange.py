@@ -49,10 +49,14 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
         return 0.0
     first = first.beside(second)
     own = program.gradient_of(losses, program.add, first, second)
-    if both.size > 2 or not losses.is_eager:  # Single rows have no halves to exchange, and joining takes a graph.
-        parts = _halves(both, first.size) if losses.is_eager else _exchanged(both, first.size)
+    size = max(first.size, second.size)
+    shift = size // 2
+    if losses.is_eager:
+        size = shift  # Smaller parts show a sum, too. Compiled, they would take a graph.
+        shift = 0
+    if size:  # Single rows have no halves, and joining takes a graph.
         with suppress(Exception):  # Networks whose rows belong in groups may not take fewer rows.
-            error = _distance(own, program.gradient_of(losses, program.add, *parts))
+            error = _distance(own, program.gradient_of(losses, program.add, *_parts(both, size, shift)))
             if not GRADIENT_TOLERANCE < error < math.inf:
                 return 0.0
     # Rows may belong in groups, which other parts break and joining does not.
@@ -68,16 +72,10 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
     return error if error > max(GRADIENT_TOLERANCE, NUM_DEVIATIONS * noise) else 0.0
 
 
-def _exchanged(both: Rows, size: int) -> list[Rows]:
-    """Return two micro batches, of which the first has so many rows, after they have exchanged half of their rows."""
-    places = np.roll(range(both.size), size // 2).tolist()
-    return [both.take(places[:size]), both.take(places[size:])]
-
-
-def _halves(both: Rows, size: int) -> list[Rows]:
-    """Return the rows in parts of half a micro batch, which show a sum, too. Compiled, they would take a graph."""
-    half = max(1, size // 2)
-    return [both.take(range(both.size)[begin : begin + half]) for begin in range(0, both.size, half)]
+def _parts(both: Rows, size: int, shift: int) -> list[Rows]:
+    """Return parts of so many rows. A shift by half of a micro batch lets two exchange rows."""
+    places = np.roll(range(both.size), shift).tolist()
+    return [both.take(places[begin : begin + size]) for begin in range(0, both.size, size)]
 
 
 def _totals(buffers: Sequence[GradientBuffer]) -> Array:
