@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import DROPOUTS
 from ms_gradaccum.batch.split import BatchAxis, Flattened, MicroBatch, SplitBatch, cut, spread_axes
 from ms_gradaccum.batch.structure import SequenceOf
-from ms_gradaccum.batch.weighted_loss import RowWeight
+from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.batch.whole_batch_loss import BatchSettings, Preparation
 from ms_gradaccum.contrastive.cached_loss import check_rows
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -29,12 +29,11 @@ Tensors = tuple[Tensor, ...]
 
 
 class AllRows(NamedTuple):
-    """The outputs and the labels of all processes."""
+    """The outputs and the labels of all processes, which are the inputs of the loss."""
 
     begin: int  # The place of this process's first row.
     total: int  # The number of rows of all processes.
-    outputs: list[Tensor]
-    labels: list[Tensor]
+    inputs: Flattened
 
 
 class CachePass(Preparation):
@@ -87,7 +86,7 @@ class CachePass(Preparation):
         outputs = [*map(_concat, zip(*outputs_of_parts))]
         floats = _floats_among(outputs)
         whole = self._gathered(rows, outputs, labels)
-        loss, cache, own_grads = self._loss_and_grads(whole, labels.structure, floats, eager)
+        loss, cache, own_grads = self._loss_and_grads(whole.inputs, floats, eager)
         counts = [part.rows for part in batch.micro_batches]
         bounds = [*pairwise(accumulate(counts, initial=whole.begin))]
         cache_of_parts = zip(*(cut(grads, 0, bounds) for grads in cache))
@@ -138,19 +137,18 @@ class CachePass(Preparation):
             if axis is not None:
                 label = _moved(next(split_labels), 0, axis)
             all_labels.append(label)
-        return AllRows(begin, total, gathered[: len(outputs)], all_labels)
+        inputs = Flattened((*gathered[: len(outputs)], *labels.structure.rebuild(all_labels)))
+        return AllRows(begin, total, inputs)
 
     def _loss_and_grads(
         self,
-        rows: AllRows,
-        labels: SequenceOf,
+        inputs: Flattened,
         floats: tuple[int, ...],
         eager: bool,
     ) -> tuple[Tensor, Tensors, Tensors]:
         """Return the loss of all rows, and its gradients for their outputs and for its own parameters."""
-        dtypes = tuple(str(output.dtype) for output in rows.outputs)
-        run = self.loss_for(labels, floats, dtypes, eager)
-        loss, grads = run(*rows.outputs, *rows.labels)
+        run = self.loss_for(inputs.structure, floats, eager)
+        loss, grads = run(*inputs.tensors)
         own: Tensors = ()
         if run.cell.has_own:
             grads, own = grads
@@ -163,31 +161,29 @@ class CachePass(Preparation):
         return detach(loss), grads, own
 
     def _build_forward(self, structure: SequenceOf, eager: bool) -> Compiled | Eager:
-        def make() -> nn.Cell:
-            return like_mode(Forward(self.network, structure), self.like)
+        return self._runner(lambda: Forward(self.network, structure), "the network", self.network.backbone, eager)
 
-        if eager:
-            return Eager(make(), forgets=False)
-        run = Compiled(make, self.owner, "the network", self.network.backbone)
-        self.compiled.append(run)
-        return run
-
-    def _build_loss(
-        self,
-        labels: SequenceOf,
-        floats: tuple[int, ...],
-        dtypes: tuple[str, ...],
-        eager: bool,
-    ) -> Compiled | Eager:
+    def _build_loss(self, structure: SequenceOf, floats: tuple[int, ...], eager: bool) -> Compiled | Eager:
         loss_fn = self.network.loss_fn
+        # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
+        return self._runner(lambda: LossAndCache(loss_fn, structure, floats), "the loss", loss_fn, eager, True)
+
+    def _runner(
+        self,
+        build: Callable[[], nn.Cell],
+        what: str,
+        code: nn.Cell,
+        eager: bool,
+        needs_fixed: bool = False,
+    ) -> Compiled | Eager:
+        """Return what runs a cell op by op or compiled, with the mode and the settings of the micro step."""
 
         def make() -> nn.Cell:
-            return like_mode(LossAndCache(loss_fn, len(dtypes), labels, floats), self.like)
+            return like_mode(build(), self.like)
 
         if eager:
             return Eager(make(), forgets=False)
-        # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
-        run = Compiled(make, self.owner, "the loss", loss_fn, needs_fixed=True)
+        run = Compiled(make, self.owner, what, code, needs_fixed)
         self.compiled.append(run)
         return run
 
@@ -214,34 +210,21 @@ class Forward(nn.Cell):
 
 
 class LossAndCache(nn.Cell):
-    """A loss of ``count`` outputs and labels, its gradients for the outputs at ``floats``, and for its parameters."""
+    """A loss of outputs and labels, its gradients for the outputs at ``floats``, and for its own parameters."""
 
-    def __init__(
-        self,
-        loss_fn: nn.Cell,
-        count: int,
-        labels: SequenceOf,
-        floats: tuple[int, ...],
-    ) -> None:
+    def __init__(self, loss_fn: nn.Cell, structure: SequenceOf, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        loss = _WholeLoss(loss_fn, count, labels)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
-        self.loss_and_grads = ops.value_and_grad(loss, floats, own or None)
+        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, structure), floats, own or None)
 
     def construct(self, *tensors: Tensor) -> Any:
         return self.loss_and_grads(*tensors)
 
 
-class _WholeLoss(RowWeight):
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: SequenceOf) -> None:
-        super().__init__(loss_fn)
-        self.count = count
-        self.labels = labels
-
+class _WholeLoss(WeightedLoss):
     def construct(self, *tensors: Tensor) -> Tensor:
-        labels = self.labels.rebuild(tensors[self.count :])
-        returned = self.network(*tensors[: self.count], *labels)
+        returned = self.outputs(tensors)
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)
         return loss

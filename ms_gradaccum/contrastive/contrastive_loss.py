@@ -207,15 +207,10 @@ def _sum_alike(values: Tensor, numbers: Tensor) -> Tensor:
 
 
 def label_numbers(labels: Tensor) -> Tensor:
-    """Number the labels from 0; equal labels get the same number."""
-    ordered, places = ops.sort(labels.reshape(-1))
-    # For a single label a slice would be empty, which MindSpore's kernels refuse.
-    index_before = ops.maximum(ops.arange(ordered.shape[0]) - 1, 0)
-    is_new = ops.not_equal(ordered, ops.gather(ordered, index_before, 0))
-    numbers = ops.cumsum(ops.cast(is_new, ms.float32), 0)
-    # Restore the order of the rows.
-    ranks = ops.sort(ops.cast(places, ms.int32))[1]
-    return ops.cast(ops.gather(numbers, ranks, 0), ms.int32)
+    """Return a number below that of the rows for each label, and the same number for equal labels."""
+    # In int64, because searchsorted takes no uint8 on CPU.
+    labels = ops.cast(labels.reshape(-1), ms.int64)
+    return ops.searchsorted(ops.sort(labels)[0], labels, out_int32=True)
 
 
 @primexpr
