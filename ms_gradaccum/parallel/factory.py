@@ -10,7 +10,7 @@ from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, is_a, listed, warn
-from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
+from ms_gradaccum.backend.device import can_partition, sends_bfloat16
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
@@ -18,7 +18,7 @@ from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
-from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
+from ms_gradaccum.parallel.layout import layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
@@ -133,15 +133,14 @@ def build_reducers(
 def _reducer_of_ranks(
     kind: Kind, world: World, network: nn.Cell, optimizer: nn.Cell, totals: WindowTotals, dtypes: Sequence[ms.Type]
 ) -> GradientReducer:
-    ranks = Ranks(world.size, world.size, this_device())
-    layout = layout_of(kind, optimizer.parameters, ranks, totals.sizes, dtypes)
+    layout = layout_of(kind, optimizer.parameters, world.size, totals.sizes, dtypes)
     buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
     if isinstance(kind, Reduced):
-        return reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network)
-    if layout.group.size == 1:
-        return DataParallelReducer(optimizer, buffer, layout, world.rank, kind)
+        return reduced.ReducedReducer(optimizer, buffer, layout, world, kind, network)
+    if layout.shard_size == 1:
+        return DataParallelReducer(optimizer, buffer, layout, world, kind)
     sharded = BatchShards if layout.every_batch else WindowShards
-    return sharded(optimizer, buffer, layout, world.rank, kind)
+    return sharded(optimizer, buffer, layout, world, kind)
 
 
 def _warn_of_a_sum(owner: str, ranks: int) -> None:

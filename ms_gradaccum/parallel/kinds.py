@@ -9,8 +9,16 @@ _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
 
 
+class _Flags:
+    """Options that are all bools."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_bool(type(self).__name__, name, value, "The default is False.")
+
+
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(_Flags):
     """Data parallelism over all processes. ``parallel="auto"`` chooses it when there are several.
 
     The sums of a window and its weight are added over the ranks in a few fused messages per update, none in between.
@@ -38,10 +46,6 @@ class DataParallel:
     sync_each_batch: bool = False
     check_weights: bool = False
     threshold: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        for name in ("sync_each_batch", "check_weights"):
-            check_bool("DataParallel", name, getattr(self, name), "The default is False.")
 
     @property
     def shard_size(self) -> int:
@@ -106,7 +110,7 @@ class HSDP:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class Reduced(_Flags):
     """Gradients that are added up over all processes before this package sees them.
 
     Hooks of the network add them up, or the caller before ``accumulator(grads)``. The ranks then add up only the loss,
@@ -136,10 +140,6 @@ class Reduced:
     shard_size: ClassVar[int] = 1
     threshold: ClassVar[int] = 0
     sync_each_batch: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "check_weights"):
-            check_bool("Reduced", name, getattr(self, name), "The default is False.")
 
 
 Kind = DataParallel | HSDP | Reduced  # The type of the argument `parallel`.

@@ -4,6 +4,7 @@ The optimizer is sharded, too, inside a group, and replicated over groups.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.saved_shards import stand_in
+from ms_gradaccum.parallel.world import World
 
 _HSDP = "HSDP"
 # Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
@@ -37,34 +39,39 @@ class ShardedReducer(DataParallelReducer):
     """Reducer that shards an optimizer built for whole parameters. Subclasses reduce the gradients to shards."""
 
     def __init__(
-        self, optimizer: nn.Optimizer, buffer: GradientBuffer, layout: Layout, rank: int, settings: DataParallel | HSDP
+        self,
+        optimizer: nn.Optimizer,
+        buffer: GradientBuffer,
+        layout: Layout,
+        world: World,
+        settings: DataParallel | HSDP,
     ) -> None:
-        size = layout.group.size
-        group = Group(layout.group, rank, rank // size * size)
+        size = layout.shard_size
+        group = Group(size, world, world.rank // size * size)
+        # The ranks that have the same shards, one of each group.
+        replicas = Group(world.size // size, world, group.index, size)
         whole = tuple(optimizer.parameters)
-        sharded = [i for i, part in enumerate(layout.is_sharded) if part]
+        is_part = list(map(operator.ne, layout.parts, layout.shapes))
+        sharded = [i for i, part in enumerate(is_part) if part]
         own_rows = partial(_rows_of, size, group.index)
         state = _shard_optimizer(optimizer, sharded, own_rows)
-        super().__init__(optimizer, buffer, layout, rank, settings)
+        super().__init__(optimizer, buffer, layout, world, settings)
         self.index = group.index
-        self.num_groups = layout.replicas.size
-        self.is_part = Tensor(layout.is_sharded)
+        self.num_groups = replicas.size
+        self.is_part = Tensor(is_part)
         self.all_gather_rows = AllGather(group)
-        self.reduce_shards = reduce_each(layout.sharded, group, Group(layout.replicas, rank, group.index, size))
+        self.reduce_shards = reduce_each(layout.sharded, group, replicas)
         # The network's parameters: all of them, and those of which the optimizer has shards, with the shards.
         self.whole = ParameterTuple(whole)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.own_in_buckets = in_buckets(self.parameters, layout.sharded)
         self.assign_wholes = AssignParts(whole, layout.sharded)
-        # By the id of a shard: what checkpoints hold in its place. They leave out (None) the slices of parameters,
-        # which are copied from the network's whole ones before each update.
-        self.stand_ins: dict[int, Parameter | None] = {id(shard): None for shard in self.own}
+        # Checkpoints leave out the slices of parameters, which are copied from the network's before each update.
+        self.stand_ins = dict.fromkeys(map(id, self.own))
         gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
         for shard in (*state, *self.share_sums(sharded)):
-            view, gather = stand_in(shard, size, gather_rows, own_rows)
-            self.stand_ins[id(shard)] = view
-            self.gathered.append((view, gather))
+            self.stand_ins[id(shard)] = stand_in(shard, size, gather_rows, own_rows)
 
     def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
@@ -91,9 +98,6 @@ class ShardedReducer(DataParallelReducer):
 
     def replicas(self) -> tuple[Parameter, ...]:
         return tuple(self.whole)
-
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        return self.stand_ins.get(id(parameter), parameter)
 
 
 class WindowShards(ShardedReducer):
