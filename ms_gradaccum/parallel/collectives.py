@@ -133,17 +133,9 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
     return ops.cast(total * factor, like.dtype)
 
 
-def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.CellList:
-    """Return a `BucketedReduce` for each message."""
-    return nn.CellList([BucketedReduce(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
-
-
-def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:
-    """Return the parameters of each message. A lookup one by one in a graph would cost compile time."""
-    each: list[ParameterTuple] = []
-    for bucket in buckets:
-        each.append(ParameterTuple([parameters[i] for i in bucket.indices]))
-    return tuple(each)
+def of_bucket(parameters: Sequence[Parameter], bucket: Bucket) -> ParameterTuple:
+    """Return the parameters of a message. A lookup one by one in a graph would cost compile time."""
+    return ParameterTuple([parameters[i] for i in bucket.indices])
 
 
 def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
@@ -161,18 +153,38 @@ def split_message(rows: Tensor, runs: Runs) -> Parts:
 class AssignParts(nn.Cell):
     """Assign the parts of a message to parameters of their sizes."""
 
-    def __init__(self, parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], bucket: Bucket) -> None:
         super().__init__(auto_prefix=False)
-        self.runs = tuple(bucket.runs for bucket in buckets)
-        # For each message its parameters, grouped by the runs of the message.
-        self.targets: tuple[tuple[ParameterTuple, ...], ...] = ()
-        for bucket in buckets:
-            each = iter([parameters[i] for i in bucket.indices])
-            _, _, counts = bucket.runs
-            self.targets += (tuple(ParameterTuple(islice(each, count)) for count in counts),)
+        self.runs = bucket.runs
+        # The parameters, grouped by the runs of the message.
+        each = iter(of_bucket(parameters, bucket))
+        _, _, counts = bucket.runs
+        self.targets = tuple(ParameterTuple(islice(each, count)) for count in counts)
 
-    def construct(self, number: int, message: Tensor) -> Done:
-        return map_tensors(_assign_part, self.targets[number], split_message(message, self.runs[number]))
+    def construct(self, message: Tensor) -> Done:
+        return map_tensors(_assign_part, self.targets, split_message(message, self.runs))
+
+
+class SumMessage(nn.Cell):
+    """A message that adds up parameters over all ranks, and assigns the sums."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        sums: Sequence[Parameter],
+        bucket: Bucket,
+        group: Group,
+        replicas: Group,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = of_bucket(parameters, bucket)
+        self.reduce = BucketedReduce(group, replicas, bucket.dtype)
+        self.assign = AssignParts(sums, bucket)
+
+    def construct(self, weight: Tensor, last: Done) -> tuple[Tensor, Done]:
+        """Return the sums, for which the next message waits, and the assigned parameters."""
+        total = self.reduce(tuple(self.parameters), weight, last)
+        return total, self.assign(total)
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets, reduce_each
+from ms_gradaccum.parallel.collectives import AllReduce, Group, SumMessage
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import World, check_equal, gather_counts, gather_rows
@@ -139,9 +139,8 @@ class DataParallelReducer(GradientReducer):
         alone = Group(1, world, world.rank)
         sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(everyone)
-        self.reduce_message = reduce_each(layout.replicated, alone, everyone)
-        self.messages = in_buckets(sums, layout.replicated)
-        self.assign_message = AssignParts(sums, layout.replicated)
+        messages = [SumMessage(sums, sums, bucket, alone, everyone) for bucket in layout.replicated]
+        self.messages = nn.CellList(messages, auto_prefix=False)
         self.check_weights = settings.check_weights and world.size > 1
         self.checks_next = self.check_weights  # True if the next update is checked.
 
@@ -150,17 +149,13 @@ class DataParallelReducer(GradientReducer):
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self) -> Done:
-        return self.reduce_replicated()
-
-    def reduce_replicated(self) -> Done:
-        """Add up, in place, the scalars and the sums that are whole on each rank."""
         last: Done = ()
         done: Done = ()
         weight = ONE
         for number, message in enumerate(self.messages):
             # A message waits for the previous one, but not for the assignment of its result.
-            last = self.reduce_message[number](tuple(message), weight, last)
-            done += self.assign_message(number, last)
+            last, assigned = message(weight, last)
+            done += assigned
             if number == 0:
                 weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done

@@ -19,7 +19,15 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.tensors import Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, in_buckets, reduce_each, split_message
+from ms_gradaccum.parallel.collectives import (
+    AllGather,
+    AssignParts,
+    BucketedReduce,
+    Group,
+    SumMessage,
+    of_bucket,
+    split_message,
+)
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
@@ -60,20 +68,19 @@ class ShardedReducer(DataParallelReducer):
         self.num_groups = replicas.size
         self.is_part = Tensor(is_part)
         self.all_gather_rows = AllGather(group)
-        self.reduce_shards = reduce_each(layout.sharded, group, replicas)
         # The network's parameters: all of them, and those of which the optimizer has shards, with the shards.
         self.whole = ParameterTuple(whole)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
-        self.own_in_buckets = in_buckets(self.parameters, layout.sharded)
-        self.assign_wholes = AssignParts(whole, layout.sharded)
+        self.own_in_buckets = tuple(of_bucket(self.parameters, bucket) for bucket in layout.sharded)
+        self.assign_wholes = nn.CellList([AssignParts(whole, bucket) for bucket in layout.sharded], auto_prefix=False)
         # Checkpoints leave out the slices of parameters, which are copied from the network's before each update.
         self.stand_ins = dict.fromkeys(map(id, self.own))
         gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
-        for shard in (*state, *self.share_sums(sharded)):
+        for shard in (*state, *self.share_sums(sharded, group, replicas)):
             self.stand_ins[id(shard)] = stand_in(shard, size, gather_rows, own_rows)
 
-    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
         """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
         raise NotImplementedError
 
@@ -93,7 +100,7 @@ class ShardedReducer(DataParallelReducer):
         done: Done = ()
         for number, bucket in enumerate(self.own_in_buckets):
             last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, tuple(bucket))), last))
-            done += self.assign_wholes(number, last)
+            done += self.assign_wholes[number](last)
         return done, updated
 
     def replicas(self) -> tuple[Parameter, ...]:
@@ -103,25 +110,16 @@ class ShardedReducer(DataParallelReducer):
 class WindowShards(ShardedReducer):
     """Reduce the sums to shards at the end of each window."""
 
-    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
         # The sums of sharded gradients are reduced into separate shards, the other sums in place.
         sums = list(self.buffer.sums)
         for i in sharded:
             sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
             self.stand_ins[id(sums[i])] = None  # They have values only during an update.
         self.sums = ParameterTuple(sums)
-        self.sums_in_buckets = in_buckets(self.buffer.sums, self.layout.sharded)
-        self.assign_shards = AssignParts(self.sums, self.layout.sharded)
+        for bucket in self.layout.sharded:
+            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, group, replicas))
         return []
-
-    def reduce(self) -> Done:
-        done = self.reduce_replicated()
-        last = done
-        weight = ops.depend(self.buffer.weight + 0.0, done)
-        for number, bucket in enumerate(self.sums_in_buckets):
-            last = self.reduce_shards[number](tuple(bucket), weight, last)
-            done += self.assign_shards(number, last)
-        return done
 
 
 class BatchShards(ShardedReducer):
@@ -129,8 +127,10 @@ class BatchShards(ShardedReducer):
 
     every_batch = True
 
-    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
         self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
+        messages = [BucketedReduce(group, replicas, bucket.dtype) for bucket in self.layout.sharded]
+        self.reduce_shards = nn.CellList(messages, auto_prefix=False)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
         order = [*itertools.chain(*self.sharded)]
         self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
@@ -145,7 +145,7 @@ class BatchShards(ShardedReducer):
         for number, bucket in enumerate(self.sharded):
             # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
             last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
-            for run in split_message(last, self.assign_wholes.runs[number]):
+            for run in split_message(last, self.assign_wholes[number].runs):
                 parts += run
         # Computing shapes in a graph would dominate the compile time.
         return map_tensors(_shaped, pick((*parts, *grads), self.picked), tuple(self.buffer.sums))

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+from built_for import built_for
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.parallel import collectives
-from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets
+from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, of_bucket
 from ms_gradaccum.parallel.kinds import DataParallel
 from ms_gradaccum.parallel.layout import layout_of
 from ms_gradaccum.parallel.world import World
@@ -27,12 +27,12 @@ class PutTogetherAndCut(nn.Cell):
 
     def __init__(self, buckets, targets):
         super().__init__()
-        self.assign = AssignParts(targets, buckets)
+        self.assign = nn.CellList([AssignParts(targets, bucket) for bucket in buckets])
 
     def construct(self, messages):
         done = ()
         for number, message in enumerate(messages):
-            done += self.assign(number, message)
+            done += self.assign[number](message)
         return done
 
 
@@ -45,7 +45,7 @@ def test_each_tensor_comes_back_to_its_place(shapes, mode):
     sent = [Parameter(np.full(shape, i, np.float32), f"p{i}") for i, shape in enumerate(shapes)]
     targets = [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
     replicated = messages_of(sent)
-    rows = [[item.asnumpy().reshape(1, -1) for item in bucket] for bucket in in_buckets(sent, replicated)]
+    rows = [[item.asnumpy().reshape(1, -1) for item in of_bucket(sent, bucket)] for bucket in replicated]
     PutTogetherAndCut(replicated, targets)(tuple(Tensor(np.concatenate(each, axis=1)) for each in rows))
     for item, target in zip(sent, targets):
         np.testing.assert_array_equal(target.asnumpy(), item.asnumpy())
