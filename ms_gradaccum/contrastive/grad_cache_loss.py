@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_cell, check_construct, check_int
+from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
 from ms_gradaccum.batch.structure import SequenceOf
@@ -80,10 +80,12 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
         check_construct(_OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn.")
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns representations.")
         self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
-        remedy = "It counts the last inputs, which go to loss_fn."
-        self.labels = check_int(_OWNER, "labels", labels, remedy)
+        self.labels = check_int(_OWNER, "labels", labels, "It counts the last inputs, which go to loss_fn.")
         if labels < 0:
-            raise ValueError(argument_error(_OWNER, "labels", "an int of at least 0", labels, remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'labels' must be an int of at least 0, but got {labels}. It counts the "
+                f"last inputs, which go to loss_fn."
+            )
         self._get_attr_from_cell(backbone)
         self._is_built = True
 
@@ -116,6 +118,10 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
 
     def around(self, backbone: nn.Cell) -> "GradCacheLoss":
         return GradCacheLoss(backbone, self.loss_fn, self.labels)
+
+    def outputs_of(self, structure: SequenceOf, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return `outputs` for the tensors of nested inputs."""
+        return self.outputs(structure.rebuild(tensors))
 
     def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of the backbone in the form that `loss_fn` takes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_int
+from ms_gradaccum._checks import FrozenAfterInit, check_int
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ReplayDropout"
@@ -64,11 +64,15 @@ class ReplayDropout(FrozenAfterInit, nn.Cell):
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         super().__init__()
-        remedy = "It is the probability of a zero."
         if isinstance(p, bool) or not isinstance(p, (int, float)):
-            raise TypeError(argument_error(_OWNER, "p", "a number", repr(p), remedy))
+            raise TypeError(
+                f"For '{_OWNER}', the argument 'p' must be a number, but got {p!r}. It is the probability of a zero."
+            )
         if not 0 <= p < 1:
-            raise ValueError(argument_error(_OWNER, "p", "at least 0 and less than 1", p, remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'p' must be at least 0 and less than 1, but got {p}. It is the "
+                f"probability of a zero."
+            )
         if seed is None:
             # The seeds are far apart because each forward pass increments them.
             seed = (ReplayDropout._last_seed + 0x3C6EF35F) % 2**31
