@@ -27,10 +27,9 @@ class OptimizerProgress(nn.Cell):
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
-        inner = inner_optimizer(optimizer)
+        count = getattr(inner_optimizer(optimizer), "global_step", None)
         self.may_leave_out = any(is_user(type(each)) for each in optimizers_in(optimizer))
-        has_count = isinstance(getattr(inner, "global_step", None), Tensor)
-        self.count = inner.global_step if has_count else Tensor([0])
+        self.count = count if isinstance(count, Tensor) else Tensor([0])
 
     def snapshot(self) -> Progress:
         """Return what an update would move. Called by the host."""
@@ -57,4 +56,4 @@ class OptimizerProgress(nn.Cell):
         return ops.logical_and(decided, ops.logical_not(left_out.reshape(())))
 
     def _counted(self) -> int:
-        return int(self.count.asnumpy().item())
+        return int(self.count)
