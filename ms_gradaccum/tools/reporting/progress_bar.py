@@ -54,7 +54,9 @@ class ProgressBar(FrozenAfterInit, Callback):
 
     def __init__(self, live: bool | None = None) -> None:
         super().__init__()
-        self.live = live if live is None else check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
+        if live is not None:
+            check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
+        self.live = live
         self._is_built = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -68,8 +70,14 @@ class ProgressBar(FrozenAfterInit, Callback):
             is_live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
         settings: dict[str, Any] = {}
         if not is_live:
-            settings = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS}
-            settings |= {"leave": False, "disable": False}  # $TQDM_DISABLE is only for bars.
+            settings = {
+                "file": _Lines(),
+                "bar_format": _LINE,
+                "mininterval": _SECONDS,
+                "delay": _SECONDS,
+                "leave": False,
+                "disable": False,  # $TQDM_DISABLE is only for bars.
+            }
         bar = _Bar(run_context.original_args(), **settings)
         if not bar.disable:
             self._bar = bar
@@ -128,13 +136,13 @@ class _Bar(tqdm):
         if isinstance(self.loss, Tensor):
             yield f"loss {np.mean(self.loss.asnumpy()):.4g}"
         if self.last_update is not None:
-            others = [f"{loss.asnumpy().item():.4g}" for loss in self.last_update.other_losses]
+            others = [f"{float(loss):.4g}" for loss in self.last_update.other_losses]
             if others:
                 yield f"other losses {' '.join(others)}"
             rates = self.last_update.learning_rate.asnumpy()
             # Groups can have their own rates.
             yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
-            yield f"norm {self.last_update.grad_norm.asnumpy().item():.4g}"
+            yield f"norm {float(self.last_update.grad_norm):.4g}"
 
 
 class _Lines:
