@@ -90,12 +90,8 @@ def sends_bfloat16() -> bool:
     return this_device() != "CPU"
 
 
-def has_reduce_scatter(device: str) -> bool:
-    return device != "CPU"
-
-
-def has_all_gather_in_groups(device: str) -> bool:
-    """Return whether an AllGather works for some of the ranks, and not only for all."""
+def has_all_collectives(device: str) -> bool:
+    """Return whether there is a ReduceScatter, and an AllGather for some of the ranks and not only for all."""
     return device != "CPU"
 
 

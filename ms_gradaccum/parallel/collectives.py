@@ -10,7 +10,7 @@ from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
 from ms_gradaccum.backend.arithmetic import as_dtype
-from ms_gradaccum.backend.device import device_target, has_all_gather_in_groups, has_reduce_scatter, reduces_in_order
+from ms_gradaccum.backend.device import device_target, has_all_collectives, reduces_in_order
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.parallel.layout import Bucket, Runs
@@ -75,7 +75,7 @@ class AllGather(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.all_gather = None
-        if group.is_world or has_all_gather_in_groups(device_target()):
+        if group.is_world or has_all_collectives(device_target()):
             self.all_gather = ops.AllGather(group=group.name)
         else:
             # Each rank fills its own row, and an AllReduce adds them up.
@@ -102,7 +102,7 @@ class BucketedReduce(nn.Cell):
         self.index = group.index
         self.reduce_scatter = None
         # On CPU, an AllReduce of the whole tensor stands in for it.
-        if self.size > 1 and has_reduce_scatter(device_target()):
+        if self.size > 1 and has_all_collectives(device_target()):
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
         self.all_reduce_group = AllReduce(group)
         self.all_reduce_replicas = AllReduce(replicas)
@@ -183,7 +183,7 @@ class SumMessage(nn.Cell):
 
     def construct(self, weight: Tensor, last: Done) -> tuple[Tensor, Done]:
         """Return the sums, for which the next message waits, and the assigned parameters."""
-        total = self.reduce(tuple(self.parameters), weight, last)
+        total = self.reduce(self.parameters, weight, last)
         return total, self.assign(total)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_type
+from ms_gradaccum._checks import check_bool, check_choice, check_type
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -91,14 +91,18 @@ class HSDP:
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        rule = "an int of at least 1 or -1"
-        check_type(_HSDP, "shard_size", self.shard_size, int, rule, "-1 means all ranks.")
+        check_type(_HSDP, "shard_size", self.shard_size, int, "an int of at least 1 or -1", "-1 means all ranks.")
         if self.shard_size < 1 and self.shard_size != -1:
-            raise ValueError(argument_error(_HSDP, "shard_size", rule, self.shard_size, "-1 means all ranks."))
-        rule = "an int of at least 0"
-        check_type(_HSDP, "threshold", self.threshold, int, rule, "It is in KB.")
+            raise ValueError(
+                f"For '{_HSDP}', the argument 'shard_size' must be an int of at least 1 or -1, but got "
+                f"{self.shard_size}. -1 means all ranks."
+            )
+        check_type(_HSDP, "threshold", self.threshold, int, "an int of at least 0", "It is in KB.")
         if self.threshold < 0:
-            raise ValueError(argument_error(_HSDP, "threshold", rule, self.threshold, "It is in KB."))
+            raise ValueError(
+                f"For '{_HSDP}', the argument 'threshold' must be an int of at least 0, but got {self.threshold}. It "
+                f"is in KB."
+            )
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")
@@ -157,11 +161,8 @@ def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     return parallel
 
 
-def choose_kind(owner: str, parallel: ParallelChoice, ranks: int) -> Kind | None:
-    """Return the kind of parallelism for ``ranks`` ranks, or None for a single one."""
-    check_kind(owner, parallel)
-    if ranks == 1:
-        return None
+def choose_kind(parallel: ParallelChoice, ranks: int) -> Kind:
+    """Return the kind of parallelism for ``ranks`` ranks."""
     kind = DataParallel() if isinstance(parallel, str) else parallel
     if ranks % kind.shard_size:
         raise ValueError(

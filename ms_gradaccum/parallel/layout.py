@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,25 +40,24 @@ class Bucket(NamedTuple):
         return Bucket(indices, dtype, (begins, lengths, tuple(counts.values())))
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The memory and the messages of a `GradientReducer`, computed only from the shapes of the tensors.
 
     The indices of the scalars follow those of the tensors. Scalars are in the first message, which is sent in float32.
     """
 
     shard_size: int  # The number of ranks that together have one copy of the shards.
-    shapes: Shapes
     parts: Shapes  # The shapes of one rank's tensors.
+    is_sharded: tuple[bool, ...]  # One flag per tensor.
     # The messages, in the order of sending.
     replicated: tuple[Bucket, ...]  # Scalars, and tensors that are whole on each rank.
     sharded: tuple[Bucket, ...]  # This rank's parts of the other tensors.
     every_batch: bool  # True if each micro batch is reduced to shards, not the sums of a window.
 
     @property
-    def buffer_shapes(self) -> Shapes:
-        """Shapes of the sums into which micro batches are added."""
-        return self.parts if self.every_batch else self.shapes
+    def buffer_shapes(self) -> Shapes | None:
+        """Shapes of the sums into which micro batches are added, or None for those of the parameters."""
+        return self.parts if self.every_batch else None
 
 
 def shard_size_of(parameter: Parameter) -> int:
@@ -70,30 +68,29 @@ def shard_size_of(parameter: Parameter) -> int:
 def layout_of(
     kind: Kind, tensors: Sequence[Tensor], ranks: int, scalars: Sequence[int], dtypes: Sequence[ms.Type]
 ) -> Layout:
-    """Return the layout for scalars and for gradients with the `shape` and `itemsize` of ``tensors``."""
+    """Return the layout for scalars and for gradients with the sizes of ``tensors``."""
     # The `scalars` have these sizes. Gradients are sent in these `dtypes`.
     shard_size = ranks if kind.shard_size == -1 else kind.shard_size
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     parts = tuple(_part_of(tensor, shard_size, kind.threshold) for tensor in tensors)
-    sizes = [math.prod(shape) for shape in shapes]
-    own_sizes = [math.prod(part) for part in parts]
+    is_sharded = tuple(part != tensor.shape for part, tensor in zip(parts, tensors))
     is_sent = not isinstance(kind, Reduced)
-    behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
+    sizes = [tensor.size for tensor in tensors]
+    own_sizes = [*map(math.prod, parts), *scalars]
     replicated: list[Bucket] = []
     sharded: list[Bucket] = []
     for dtype in sorted({*dtypes, ms.float32}, key=lambda each: each != ms.float32):
-        backwards = [i for i in reversed(range(len(shapes))) if dtypes[i] == dtype]  # As a backward pass computes them.
-        whole = [i for i in backwards if parts[i] == shapes[i] and is_sent]
+        backwards = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]  # As a backward pass computes them.
+        whole = [i for i in backwards if is_sent and not is_sharded[i]]
         messages = list(fill_buckets(whole, sizes, BUCKET_SIZE))
         if dtype == ms.float32:
-            messages[:1] = [sum(messages[:1], ()) + behind]
-        replicated += [Bucket.of(indices, dtype, [*sizes, *scalars]) for indices in messages]
-        cut = [i for i in backwards if parts[i] != shapes[i]]
+            messages[:1] = [sum(messages[:1], ()) + tuple(range(len(sizes), len(own_sizes)))]
+        replicated += [Bucket.of(indices, dtype, own_sizes) for indices in messages]
+        cut = [i for i in backwards if is_sharded[i]]
         sharded += [Bucket.of(indices, dtype, own_sizes) for indices in fill_buckets(cut, sizes, BUCKET_SIZE)]
     return Layout(
         shard_size=shard_size,
-        shapes=shapes,
         parts=parts,
+        is_sharded=is_sharded,
         replicated=tuple(replicated),
         sharded=tuple(sharded),
         every_batch=kind.sync_each_batch and shard_size > 1,
@@ -103,6 +100,6 @@ def layout_of(
 def _part_of(tensor: Tensor, ranks: int, threshold: int) -> tuple[int, ...]:
     """Return the shape that a rank has: a shard if its ranks can divide the first axis and it is large enough."""
     shape = tuple(tensor.shape)
-    if not shape or shape[0] % ranks or math.prod(shape) * tensor.itemsize < threshold * 1024:
+    if not shape or shape[0] % ranks or tensor.nbytes < threshold * 1024:
         return shape
     return (shape[0] // ranks, *shape[1:])

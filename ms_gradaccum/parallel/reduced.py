@@ -132,9 +132,9 @@ class ReducedReducer(DataParallelReducer):
         self.shares = Tensor(np.divide(sizes, ranks), ms.float32)
         # The factor that undoes a mean over ranks and the network's own scale.
         scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
-        means = ranks if settings.mean else 1.0
-        self.is_scaled = settings.mean or scale != 1.0
-        self.factor = Tensor(means / scale, ms.float32)
+        factor = (ranks if settings.mean else 1.0) / scale
+        self.is_scaled = factor != 1.0
+        self.factor = Tensor(factor, ms.float32)
         self.checks_next = self.is_distributed  # If gradients were not reduced, the first update shows it.
         self.restart()
 

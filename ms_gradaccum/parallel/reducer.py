@@ -40,7 +40,7 @@ class GradientReducer(nn.Cell):
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(doing, count)) if self.is_distributed else count
+        return max(gather_counts(doing, count))
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
@@ -136,7 +136,7 @@ class DataParallelReducer(GradientReducer):
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
         everyone = Group(world.size, world)
-        alone = Group(1, world, world.rank)
+        alone = Group(1, world)
         sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(everyone)
         messages = [SumMessage(sums, sums, bucket, alone, everyone) for bucket in layout.replicated]

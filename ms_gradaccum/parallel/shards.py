@@ -4,7 +4,6 @@ The optimizer is sharded, too, inside a group, and replicated over groups.
 """
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -56,17 +55,16 @@ class ShardedReducer(DataParallelReducer):
     ) -> None:
         size = layout.shard_size
         group = Group(size, world, world.rank // size * size)
-        # The ranks that have the same shards, one of each group.
-        replicas = Group(world.size // size, world, group.index, size)
         whole = tuple(optimizer.parameters)
-        is_part = list(map(operator.ne, layout.parts, layout.shapes))
-        sharded = [i for i, part in enumerate(is_part) if part]
+        sharded = [i for i, part in enumerate(layout.is_sharded) if part]
         own_rows = partial(_rows_of, size, group.index)
         state = _shard_optimizer(optimizer, sharded, own_rows)
         super().__init__(optimizer, buffer, layout, world, settings)
+        # The ranks that have one copy of the shards together, and those that have the same ones.
+        self.groups = (group, Group(world.size // size, world, group.index, size))
         self.index = group.index
-        self.num_groups = replicas.size
-        self.is_part = Tensor(is_part)
+        self.num_groups = world.size // size
+        self.is_part = Tensor(layout.is_sharded)
         self.all_gather_rows = AllGather(group)
         # The network's parameters: all of them, and those of which the optimizer has shards, with the shards.
         self.whole = ParameterTuple(whole)
@@ -77,10 +75,10 @@ class ShardedReducer(DataParallelReducer):
         # Checkpoints leave out the slices of parameters, which are copied from the network's before each update.
         self.stand_ins = dict.fromkeys(map(id, self.own))
         gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
-        for shard in (*state, *self.share_sums(sharded, group, replicas)):
+        for shard in (*state, *self.share_sums(sharded)):
             self.stand_ins[id(shard)] = stand_in(shard, size, gather_rows, own_rows)
 
-    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
         raise NotImplementedError
 
@@ -93,13 +91,13 @@ class ShardedReducer(DataParallelReducer):
         # The network's parameters take precedence: a checkpoint may have been loaded since the last update.
         if len(self.own) == 0:
             return ()
-        return map_tensors(ops.partial(_assign_rows, self.index), tuple(self.own), tuple(self.wholes))
+        return map_tensors(ops.partial(_assign_rows, self.index), self.own, self.wholes)
 
     def after_update(self, updated: Done) -> Done:
         last = updated
         done: Done = ()
         for number, bucket in enumerate(self.own_in_buckets):
-            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, tuple(bucket))), last))
+            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, bucket)), last))
             done += self.assign_wholes[number](last)
         return done, updated
 
@@ -110,7 +108,7 @@ class ShardedReducer(DataParallelReducer):
 class WindowShards(ShardedReducer):
     """Reduce the sums to shards at the end of each window."""
 
-    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         # The sums of sharded gradients are reduced into separate shards, the other sums in place.
         sums = list(self.buffer.sums)
         for i in sharded:
@@ -118,7 +116,7 @@ class WindowShards(ShardedReducer):
             self.stand_ins[id(sums[i])] = None  # They have values only during an update.
         self.sums = ParameterTuple(sums)
         for bucket in self.layout.sharded:
-            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, group, replicas))
+            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, *self.groups))
         return []
 
 
@@ -127,9 +125,9 @@ class BatchShards(ShardedReducer):
 
     every_batch = True
 
-    def share_sums(self, sharded: Sequence[int], group: Group, replicas: Group) -> list[Parameter]:
+    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
-        messages = [BucketedReduce(group, replicas, bucket.dtype) for bucket in self.layout.sharded]
+        messages = [BucketedReduce(*self.groups, bucket.dtype) for bucket in self.layout.sharded]
         self.reduce_shards = nn.CellList(messages, auto_prefix=False)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
         order = [*itertools.chain(*self.sharded)]
@@ -148,7 +146,7 @@ class BatchShards(ShardedReducer):
             for run in split_message(last, self.assign_wholes[number].runs):
                 parts += run
         # Computing shapes in a graph would dominate the compile time.
-        return map_tensors(_shaped, pick((*parts, *grads), self.picked), tuple(self.buffer.sums))
+        return map_tensors(_shaped, pick((*parts, *grads), self.picked), self.buffer.sums)
 
 
 def _rows_of(ranks: int, index: int, whole: Array) -> Array:

@@ -227,7 +227,7 @@ def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
         step(*inputs)
     assert sent == list(described(reducer, num_norm_reductions).of_window(1, micro_size))
     kept = {total.name: total.nbytes for total in (*buffer_of(step).sums, *reducer.sums)}
-    assert sum(kept.values()) == bytes_of_sums(reducer.layout)
+    assert sum(kept.values()) == bytes_of_sums(reducer)
     return sent
 
 

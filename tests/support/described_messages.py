@@ -46,12 +46,12 @@ def all_reduce(ranks, elements, itemsize=FLOAT):
 
 
 def reduce_scatter(ranks, nbytes):
-    scatters = device.has_reduce_scatter(device.this_device())
+    scatters = device.has_all_collectives(device.this_device())
     return _message(ranks, "ReduceScatter" if scatters else "AllReduce", nbytes * ranks)
 
 
 def all_gather(ranks, nbytes):
-    if ranks == get_group_size() or device.has_all_gather_in_groups(device.this_device()):
+    if ranks == get_group_size() or device.has_all_collectives(device.this_device()):
         return _message(ranks, "AllGather", nbytes)
     return _message(ranks, "AllReduce", nbytes * ranks)
 
@@ -67,7 +67,7 @@ def described(reducer, num_norm_reductions=1):
     reduced = ()
     for bucket in layout.replicated:
         reduced += all_reduce(world, elements_of(bucket), itemsize_of(bucket))
-    squares = num_norm_reductions * all_reduce(world, len(layout.shapes))
+    squares = num_norm_reductions * all_reduce(world, len(layout.parts))
     if isinstance(reducer, ReducedReducer):
         return Traffic(per_batch=all_gather(world, COUNT), per_update=reduced + (squares if reducer.has_shards else ()))
     if group == 1:
@@ -86,10 +86,10 @@ def itemsize_of(bucket):
     return FLOAT if bucket.dtype == ms.float32 else 2
 
 
-def bytes_of_sums(layout):
+def bytes_of_sums(reducer):
     """Return the memory of the sums on each rank: those of the buffer and, if separate, the shards of their totals."""
-    total = 0
-    for whole, part in zip(layout.shapes, layout.parts):
+    layout, total = reducer.layout, 0
+    for whole, part in zip([each.shape for each in reducer.replicas()], layout.parts):
         held = [part] if layout.every_batch else [whole]
         if part != whole and not layout.every_batch:
             held.append(part)
