@@ -156,10 +156,9 @@ class AssignParts(nn.Cell):
     def __init__(self, parameters: Sequence[Parameter], bucket: Bucket) -> None:
         super().__init__(auto_prefix=False)
         self.runs = bucket.runs
-        # The parameters, grouped by the runs of the message.
+        # The parameters, grouped by the runs of the message, of which the last item has their numbers.
         each = iter(of_bucket(parameters, bucket))
-        _, _, counts = bucket.runs
-        self.targets = tuple(ParameterTuple(islice(each, count)) for count in counts)
+        self.targets = tuple(ParameterTuple(islice(each, count)) for count in bucket.runs[-1])
 
     def construct(self, message: Tensor) -> Done:
         return map_tensors(_assign_part, self.targets, split_message(message, self.runs))

@@ -118,11 +118,11 @@ def build_reducers(
         if kind is not None:
             _check_sent(owner, kind, network, optimizer, dtypes)
             _check_clip(owner, kind, optimizer, clip)
-        if kind is not None and world.size > 1:
-            # Its `step` may be that of an Accumulator, which reduces over the ranks.
-            own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
-            warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
-            _start_alike(owner, kind, network, optimizer)
+            if world.size > 1:
+                # Its `step` may be that of an Accumulator, which reduces over the ranks.
+                own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
+                warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
+                _start_alike(owner, kind, network, optimizer)
         reducers.append(_reducer_of(kind, world, network, optimizer, totals, dtypes))
     return reducers
 

@@ -42,8 +42,8 @@ _WHOLE = frozenset(
 )
 
 
-class ShardedReducer(DataParallelReducer):
-    """Reducer that shards an optimizer built for whole parameters. Subclasses reduce the gradients to shards."""
+class WindowShards(DataParallelReducer):
+    """Reducer that shards an optimizer built for whole parameters. It reduces the sums to shards in each window."""
 
     def __init__(
         self,
@@ -80,7 +80,15 @@ class ShardedReducer(DataParallelReducer):
 
     def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
-        raise NotImplementedError
+        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
+        sums = list(self.buffer.sums)
+        for i in sharded:
+            sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
+            self.stand_ins[id(sums[i])] = None  # They have values only during an update.
+        self.sums = ParameterTuple(sums)
+        for bucket in self.layout.sharded:
+            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, *self.groups))
+        return []
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         # Reduced over all ranks, although each group has all shards, so that every rank gets the same bits.
@@ -105,22 +113,7 @@ class ShardedReducer(DataParallelReducer):
         return tuple(self.whole)
 
 
-class WindowShards(ShardedReducer):
-    """Reduce the sums to shards at the end of each window."""
-
-    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
-        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
-        sums = list(self.buffer.sums)
-        for i in sharded:
-            sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
-            self.stand_ins[id(sums[i])] = None  # They have values only during an update.
-        self.sums = ParameterTuple(sums)
-        for bucket in self.layout.sharded:
-            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, *self.groups))
-        return []
-
-
-class BatchShards(ShardedReducer):
+class BatchShards(WindowShards):
     """Reduce the gradients of each micro batch to shards, so that the buffer has only these."""
 
     every_batch = True
