@@ -82,8 +82,7 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         self.normalize = check_bool(_OWNER, "normalize", normalize, "False leaves the rows as they are.")
         self.towers = check_positive_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
         block_rows = check_positive_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
-        value = Tensor(-math.log(temperature), ms.float32)
-        self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
+        self.logit_scale = Parameter(Tensor(-math.log(temperature), ms.float32), "logit_scale", requires_grad=learnable)
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)
         self._is_built = True
 

@@ -85,8 +85,7 @@ class Job(ExitStack):
         super().__init__()
         self.count = count
         self.received = 0  # The number of reports of each rank that `wait` has returned.
-        folder = TemporaryDirectory(prefix="ms_gradaccum_", ignore_cleanup_errors=True)
-        self.folder = Path(self.enter_context(folder))
+        self.folder = Path(self.enter_context(TemporaryDirectory(prefix="ms_gradaccum_", ignore_cleanup_errors=True)))
         try:
             (self.folder / "task").write_bytes(pickle.dumps((function, arguments)))
             self.process = self._start()
@@ -179,7 +178,7 @@ class Job(ExitStack):
     def last_words(self) -> str:
         """Return the end of a process's log, preferably of a failed process."""
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
-        texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
+        texts = [path.read_text(errors="replace").strip() for path in logs]
         failed = [text for text in texts if "Traceback" in text]
         return (failed or texts[-1:] or [""])[0][-_LAST_WORDS:]
 

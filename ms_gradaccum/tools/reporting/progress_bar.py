@@ -11,6 +11,7 @@ from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool
+from ms_gradaccum.batch.weighted_loss import first_of
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -119,7 +120,7 @@ class _Bar(tqdm):
     def step(self, params: Any) -> None:
         """Show the outputs of a step of a Model."""
         outputs = params.net_outputs
-        self.loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        self.loss = first_of(outputs)
         if isinstance(outputs, StepOutput) and outputs.ends_window:
             self.last_update = outputs
         self.set_description(f"epoch {params.cur_epoch_num}/{self.epochs}", refresh=False)

@@ -215,11 +215,13 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     except Exception as error:
         return CompileReport(False, causes=(f"The network cannot be {how}: {first_line(error)}",))
     speedup = slow / fast
+    cause = ""
     if not first.is_finite:
         cause = "An Inf or NaN in the run op by op: nothing can be compared."
+    elif largest_difference(first, again) > rtol:
+        cause = _RANDOM
+    if cause:
         return CompileReport(False, causes=(cause,), speedup=speedup)
-    if largest_difference(first, again) > rtol:
-        return CompileReport(False, causes=(_RANDOM,), speedup=speedup)
     entries = differences(eager, other, first, rtol)
     is_equal = largest_difference(first, other) <= rtol and not any(entry.differs for entry in entries)
     return CompileReport(
