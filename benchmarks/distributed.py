@@ -46,7 +46,7 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> tuple[Callabl
         sent = micro_size * [total.nbytes for total in micro_step.sums]
         return adding_loop_by_hand(micro_step, update, micro_size), network, sent
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
-    return step, network, [message.nbytes for message in described(step.body.reducer.layout).of_window(1, micro_size)]
+    return step, network, [message.nbytes for message in described(step.body.reducer).of_window(1, micro_size)]
 
 
 def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tuple[list[float], list[int]]]:

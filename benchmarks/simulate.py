@@ -18,13 +18,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum import Model, TrainOneStepCell
-from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.arguments import as_call
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Job
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from built_for import built_for  # noqa: E402
 from simulation.cpu_program import plain_name  # noqa: E402
 from simulation.cuda_stubs import stand_ins  # noqa: E402
 from simulation.partition import (  # noqa: E402
@@ -68,7 +68,7 @@ def simulate(build: str, devices: int = 8, timeout: float = 3600.0) -> Program:
 
     The function returns a training step, or a Model, and the batch of all devices together.
     """
-    builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
+    builder = Builder.of(build)._replace(device=["CPU"])
     with TemporaryDirectory() as folder, mock.patch.dict(os.environ, stand_ins(Path(folder))):
         with Job(devices, work, builder, os.getcwd()) as job:
             program: Program = job.wait(timeout)[0]

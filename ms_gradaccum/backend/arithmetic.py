@@ -55,23 +55,9 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return ops.sum(squares)
 
 
-def _squares_of_one(values: Tensor) -> Tensor:
-    return sum_of_squares(values).reshape(1)
-
-
-def squares_of_each(values: Tensors) -> Tensors:
-    """Return for each tensor the sum of its squares, a float32 tensor of one element."""
-    return map_tensors(_squares_of_one, values)
-
-
 def scale_each_in_place(factor: Tensor, totals: Tensors) -> Tensors:
     """Multiply parameters by a number and return the updated parameters."""
     return map_tensors(ops.partial(scale_in_place, factor), totals)
-
-
-def fill_each_in_place(number: Tensor, totals: Tensors) -> Tensors:
-    """Fill parameters with a number and return the updated parameters."""
-    return map_tensors(ops.partial(fill_in_place, number), totals)
 
 
 def _cast_like(value: Tensor, like: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
-from ms_gradaccum._checks import argument_error, is_lost, typed
+from ms_gradaccum._checks import is_lost, typed
 from ms_gradaccum.backend.device import keeps_calls
 from ms_gradaccum.backend.mindspore_private import (
     accept_jit_functions,
@@ -113,7 +113,7 @@ class Compiled:
         if record is not None:
             record.has_run = True
         try:
-            with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():
+            with graph_mode():
                 for tensor in tensors:
                     if tensor.const_arg or tensor.has_init:
                         return cell(*tensors)
@@ -316,6 +316,8 @@ def check_compile(owner: str, value: object) -> bool:
     """Return the argument ``compile`` as a bool: True if the user's code is compiled in PYNATIVE mode, too."""
     if value is None or value is True:
         return value is True
-    remedy = "None follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
     kind = ValueError if value is False else TypeError
-    raise kind(argument_error(owner, "compile", "True or None", typed(value), remedy))
+    raise kind(
+        f"For '{owner}', the argument 'compile' must be True or None, but got {typed(value)}. None follows MindSpore's "
+        f"mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
+    )

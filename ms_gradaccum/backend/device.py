@@ -6,8 +6,6 @@ With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions o
 import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
 
@@ -24,7 +22,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
 )
 
-_stand_in_for: str | None = None  # The device to build for, in a simulation.
+simulated: str | None = None  # The device to build for, in a simulation; see `built_for` of tests/support.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
 REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program starts."
 # oneDNN 2, in earlier versions of MindSpore, is not affected.
@@ -40,18 +38,7 @@ def this_device() -> str:
 
 def device_target() -> str:
     """Return the device that cells are built for: one of `DEVICES`."""
-    return _stand_in_for or this_device()
-
-
-@contextmanager
-def built_for(target: str) -> Iterator[None]:
-    """Build cells for ``target``, while operators still run on the device of this process."""
-    global _stand_in_for
-    before, _stand_in_for = _stand_in_for, target
-    try:
-        yield
-    finally:
-        _stand_in_for = before
+    return simulated or this_device()
 
 
 def runs_here() -> bool:
@@ -69,9 +56,9 @@ def is_host(device: str | None = None) -> bool:
     return (device or ms.get_context("device_target")) == "CPU"
 
 
-def can_partition(device: str | None = None) -> bool:
+def can_partition() -> bool:
     """Return whether MindSpore's compiler can partition a graph: semi-auto-parallel."""
-    return (device or device_target()) != "CPU"
+    return device_target() != "CPU"
 
 
 def has_data_sink(device: str | None = None) -> bool:
@@ -103,12 +90,8 @@ def sends_bfloat16() -> bool:
     return this_device() != "CPU"
 
 
-def has_reduce_scatter(device: str) -> bool:
-    return device != "CPU"
-
-
-def has_all_gather_in_groups(device: str) -> bool:
-    """Return whether an AllGather works for some of the ranks, and not only for all."""
+def has_all_collectives(device: str) -> bool:
+    """Return whether there is a ReduceScatter, and an AllGather for some of the ranks and not only for all."""
     return device != "CPU"
 
 

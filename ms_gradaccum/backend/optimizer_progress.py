@@ -27,20 +27,19 @@ class OptimizerProgress(nn.Cell):
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
-        inner = inner_optimizer(optimizer)
+        count = getattr(inner_optimizer(optimizer), "global_step", None)
         self.may_leave_out = any(is_user(type(each)) for each in optimizers_in(optimizer))
-        has_count = isinstance(getattr(inner, "global_step", None), Tensor)
-        self.count = inner.global_step if has_count else Tensor([0])
+        self.count = count if isinstance(count, Tensor) else Tensor([0])
 
     def snapshot(self) -> Progress:
         """Return what an update would move. Called by the host."""
-        counted = self._counted()
+        counted = int(self.count)
         elements = [] if counted else [few_elements(each).copy() for each in all_parameters(self.optimizer)]
         return Progress(counted, elements)
 
     def has_updated(self, before: Progress, norm: Tensor, rate: Tensor) -> bool:
         """Return whether there was an update since ``before``, for a gradient and a rate. Called by the host."""
-        if self._counted() != before.counted:
+        if int(self.count) != before.counted:
             return True
         if before.counted:
             return False
@@ -55,6 +54,3 @@ class OptimizerProgress(nn.Cell):
         now = ops.depend(self.count + 0, done)
         left_out = ops.logical_and(now == before, now > 0)
         return ops.logical_and(decided, ops.logical_not(left_out.reshape(())))
-
-    def _counted(self) -> int:
-        return int(self.count.asnumpy().item())

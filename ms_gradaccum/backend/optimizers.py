@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, argument_error, counted, is_a, warn
+from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, counted, is_a, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
@@ -43,23 +43,26 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
             f"mindspore.experimental, but got {got}. {remedy}"
         )
     if getattr(optimizer, "thor", False):
-        got = "thor, which needs statistics of the last forward pass"
-        remedy = "Choose another optimizer: the statistics of a micro batch are not those of the batch."
-        raise ValueError(argument_error(owner, "optimizer", "an optimizer that needs only gradients", got, remedy))
+        raise ValueError(
+            f"For '{owner}', the argument 'optimizer' must be an optimizer that needs only gradients, but got thor, "
+            f"which needs statistics of the last forward pass. Choose another optimizer: the statistics of a micro "
+            f"batch are not those of the batch."
+        )
     known = {id(parameter) for parameter in network.get_parameters()}
     unknown = []
     for parameter in optimizer.parameters:
         if parameter.dtype in mstype.complex_type:
-            rule = "an optimizer of real parameters"
-            got = f"{parameter.name!r} of {parameter.dtype}"
-            remedy = "Use two real parameters, and compute the complex number in the network."
-            raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
+            raise ValueError(
+                f"For '{owner}', the argument 'optimizer' must be an optimizer of real parameters, but got "
+                f"{parameter.name!r} of {parameter.dtype}. Use two real parameters, and compute the complex number in "
+                f"the network."
+            )
         if id(parameter) not in known:
             unknown.append(parameter.name)
     if unknown:
-        got = f"{counted(len(unknown), 'other parameter')}, first {unknown[0]!r}"
         raise ValueError(
-            argument_error(owner, "optimizer", "an optimizer of the network's parameters", got, _OWN_REMEDY)
+            f"For '{owner}', the argument 'optimizer' must be an optimizer of the network's parameters, but got "
+            f"{counted(len(unknown), 'other parameter')}, first {unknown[0]!r}. {_OWN_REMEDY}"
         )
     _name_apart(optimizer, network)
 
@@ -171,25 +174,25 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
 def _named(optimizer: nn.Cell) -> Iterator[tuple[str, Parameter]]:
     """Yield all parameters of the optimizer, some twice, with the place of each."""
     yield from optimizer.parameters_and_names()
-    seen: set[int] = set()
+    seen: dict[int, object] = {}
     for prefix, cell in optimizer.cells_and_names():
         groups = cell.param_groups if isinstance(cell, ExperimentalOptimizer) else ()
         held = {name: value for name, value in vars(cell).items() if name != "init_params" and value is not groups}
         # The optimizer may have replaced the learning rate that a group still holds.
         for i, group in enumerate(groups):
             held |= {f"param_groups.{i}.{name}": value for name, value in group.items() if name != "lr"}
-        for name, value in held.items():
-            yield from _held(f"{prefix}.{name}" if prefix else name, value, seen)
+        yield from _held(prefix, held, seen)
 
 
-def _held(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Parameter]]:
+def _held(path: str, value: object, seen: dict[int, object]) -> Iterator[tuple[str, Parameter]]:
+    """Yield the parameters in a container. Those that are ``seen`` are kept, so that no other one gets their ids."""
     if isinstance(value, Parameter):
         yield path, value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-        seen.add(id(value))
+        seen[id(value)] = value
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(item, (Parameter, dict, list, tuple)):
-                yield from _held(f"{path}.{key}", item, seen)
+                yield from _held(f"{path}.{key}".removeprefix("."), item, seen)
 
 
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
@@ -229,7 +232,7 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     chain = [cell for cell in optimizers_in(optimizer) if {*map(id, cell.parameters)} == known]
     # Each one must have the next one inside.
     for outer, inner in pairwise(chain):
-        if not any(inner is cell for _, cell in outer.cells_and_names()):
+        if inner not in optimizers_in(outer):
             return optimizer
     return chain[-1]
 
@@ -246,7 +249,7 @@ def groups_of(optimizers: Sequence[nn.Cell]) -> list[dict[str, Any]]:
 def updates_of(optimizer: nn.Cell) -> int | None:
     """Return the number of updates that the optimizer has counted, if it counts them."""
     count = getattr(inner_optimizer(optimizer), "global_step", None)
-    return int(count.asnumpy().item()) if isinstance(count, Tensor) else None
+    return int(count) if isinstance(count, Tensor) else None
 
 
 def scale_for(optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
@@ -288,12 +291,9 @@ class LearningRate(nn.Cell):
         self.optimizer = inner_optimizer(optimizer)
         is_experimental = isinstance(self.optimizer, ExperimentalOptimizer)
         self.groups = tuple(range(len(self.optimizer.lrs))) if is_experimental else None
-        rates = getattr(self.optimizer, "learning_rate", None)
-        held = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
         cells: list[nn.Cell] = []
-        for rate in held:
-            if isinstance(rate, nn.Cell):
-                cells += [cell for _, cell in rate.cells_and_names()]
+        for schedule in _schedules_of(self.optimizer):
+            cells += [cell for _, cell in schedule.cells_and_names()]
         schedules = [cell for cell in cells if not type(cell).__module__.startswith("mindspore.")]
         self.has_state = any(cell.parameters_dict() for cell in schedules)
         overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
@@ -359,13 +359,16 @@ def settable_rates(optimizers: Sequence[nn.Cell]) -> list[float]:
 
 def listed_rates(optimizer: nn.Cell) -> int:
     """Return the number of learning rates in the optimizer's list, one for each update; 0 without a list."""
-    rates = getattr(inner_optimizer(optimizer), "learning_rate", None)
-    schedules = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
     # MindSpore keeps a list as a schedule whose only attribute of this name is the vector of the rates.
-    held = [getattr(each, "learning_rate", None) for each in schedules if isinstance(each, nn.Cell)]
+    held = [getattr(each, "learning_rate", None) for each in _schedules_of(inner_optimizer(optimizer))]
     return max([each.size for each in held if isinstance(each, Parameter) and each.ndim == 1], default=0)
 
 
+def _schedules_of(optimizer: nn.Cell) -> list[nn.Cell]:
+    rates = getattr(optimizer, "learning_rate", None)
+    held = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
+    return [each for each in held if isinstance(each, nn.Cell)]
+
+
 def _floats(rates: Any) -> list[float]:
-    each = rates if isinstance(rates, (tuple, list)) else [rates]
-    return [float(rate.asnumpy().item() if isinstance(rate, Tensor) else rate) for rate in each]
+    return list(map(float, rates if isinstance(rates, (tuple, list)) else [rates]))

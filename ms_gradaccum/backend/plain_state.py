@@ -46,15 +46,20 @@ def plan_settings(group: dict[str, Any], saved: Any) -> _Steps:
     return steps
 
 
-def _is_state(value: object) -> bool:
+def _consists_of(kinds: tuple[type, ...], value: object) -> bool:
+    """Return whether a value has one of these types, or is a list or tuple of nothing else."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_state, value))
-    return isinstance(value, (*_PLAIN, Parameter, LRScheduler))  # A tensor that is not a parameter is a constant.
+        return all(map(partial(_consists_of, kinds), value))
+    return isinstance(value, kinds)
+
+
+_is_plain = partial(_consists_of, _PLAIN)
+_is_state = partial(_consists_of, (*_PLAIN, Parameter, LRScheduler))  # A tensor that is no parameter is a constant.
 
 
 def _as_json(value: object) -> Any:
     if isinstance(value, Parameter):
-        return value.asnumpy().tolist()
+        return value.tolist()
     if isinstance(value, LRScheduler):
         return PlainState(value).state_dict()
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -101,10 +106,6 @@ def assign_in_place(target: Tensor, value: Tensor) -> None:
         target.set_data(value)
     else:
         ops.assign(target, value)
-
-
-def _is_plain(value: object) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
 
 
 def _like(current: Any, new: Any) -> Any:

@@ -13,7 +13,7 @@ from ms_gradaccum._checks import DamagedState, State, is_count
 def random_states() -> State:
     """Return the states of the generators of Python, NumPy and MindSpore, as JSON."""
     # Generators inside kernels, such as that of `nn.Dropout` on CPU, can be neither read nor set.
-    return {**host_random_states(), "mindspore": ms.get_rng_state().asnumpy().tolist()}
+    return {**host_random_states(), "mindspore": ms.get_rng_state().tolist()}
 
 
 def host_random_states() -> State:

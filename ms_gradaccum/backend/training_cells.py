@@ -35,7 +35,7 @@ def acts_otherwise_in_training(cell: nn.Cell) -> bool:
 def evaluate(cells: Iterable[nn.Cell], kinds: tuple[type[nn.Cell], ...]) -> bool:
     """Set MindSpore's own cells of these kinds to evaluation mode. Return whether any was in training mode."""
     own = [cell for cell in cells if isinstance(cell, kinds) and not is_user(type(cell))]
-    active = [cell for cell in own if acts_otherwise_in_training(cell)]
+    active = list(filter(acts_otherwise_in_training, own))
     for cell in active:
         set_mode(cell, False, False if getattr(cell, STATISTICS, None) else None)
     return bool(active)

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from mindspore import nn
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, first_line
+from ms_gradaccum._checks import LIBRARIES, first_line
 from ms_gradaccum.backend.mindspore_private import registered_hooks
 
 # Patterns in compiler errors: an operator without a kernel on this device, and a line of code.
@@ -37,9 +37,10 @@ class UserCode:
         names = [parameter.name for parameter in self.parameters if parameter.hooks()]
         names += [cell.cls_name for cell in self.cells if any(registered_hooks(cell))]
         if names:
-            rule = "None for a network with hooks"
-            got = f"True and a hook of {names[0]}, which a graph would not call"
-            raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
+            raise ValueError(
+                f"For '{self.owner}', the argument 'compile' must be None for a network with hooks, but got True and a "
+                f"hook of {names[0]}, which a graph would not call. Remove the hook, or leave compile out."
+            )
 
     def raise_compile_error(self, error: Exception) -> NoReturn:
         """Raise an error that names the user's line of code and a remedy, below the compiler's own error."""

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -26,14 +26,6 @@ _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 Tensors = tuple[Tensor, ...]
-
-
-class AllRows(NamedTuple):
-    """The outputs and the labels of all processes, which are the inputs of the loss."""
-
-    begin: int  # The place of this process's first row.
-    total: int  # The number of rows of all processes.
-    inputs: Flattened
 
 
 class CachePass(Preparation):
@@ -80,15 +72,15 @@ class CachePass(Preparation):
         if end < 1:
             self.network(*inputs)  # This call raises the right error.
         structure = SequenceOf(tuple, batch.structure.children[:end])
-        axes = spread_axes(self.batch_axis, inputs)
-        labels = Flattened(inputs[end:], axes[end:])
         outputs_of_parts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [*map(_concat, zip(*outputs_of_parts))]
         floats = _floats_among(outputs)
-        whole = self._gathered(rows, outputs, labels)
-        loss, cache, own_grads = self._loss_and_grads(whole.inputs, floats, eager)
+        axes = (0,) * len(outputs) + spread_axes(self.batch_axis, inputs)[end:]
+        of_loss = Flattened((*outputs, *inputs[end:]), axes)
+        begin, total, tensors = self._gathered(rows, of_loss)
+        loss, cache, own_grads = self._loss_and_grads(of_loss.structure, tensors, floats, eager)
         counts = [part.rows for part in batch.micro_batches]
-        bounds = [*pairwise(accumulate(counts, initial=whole.begin))]
+        bounds = [*pairwise(accumulate(counts, initial=begin))]
         cache_of_parts = zip(*(cut(grads, 0, bounds) for grads in cache))
         prepared = []
         for part, firsts, grads in zip(batch.micro_batches, outputs_of_parts, cache_of_parts):
@@ -96,7 +88,7 @@ class CachePass(Preparation):
             firsts = tuple(firsts[i] for i in floats)
             prepared.append(Flattened((loss, own_grads, firsts, grads, *given)))
         parts = [MicroBatch(count, each.tensors) for count, each in zip(counts, prepared)]
-        return SplitBatch(prepared[0].structure, parts), whole.total
+        return SplitBatch(prepared[0].structure, parts), total
 
     def check(self, outputs: Sequence[Tensors]) -> None:
         """Raise if the outputs of the micro steps differ from the outputs of this pass."""
@@ -124,34 +116,34 @@ class CachePass(Preparation):
         finally:
             self.restore_state(*values)
 
-    def _gathered(self, rows: int, outputs: list[Tensor], labels: Flattened) -> AllRows:
-        """Return the rows of all processes. Labels that are not split are those of this process."""
-        own = [*outputs]
-        for label, axis in zip(labels.tensors, labels.axes):
+    def _gathered(self, rows: int, inputs: Flattened) -> tuple[int, int, list[Tensor]]:
+        """Return the place of this process's first row, the number of rows of all processes, and these rows.
+
+        Labels that are not split are those of this process.
+        """
+        own = []
+        for tensor, axis in zip(inputs.tensors, inputs.axes):
             if axis is not None:
-                own.append(_moved(label, axis, 0))
+                own.append(_moved(tensor, axis, 0))
         begin, total, gathered = self.reducer.gather_rows(rows, own)
-        split_labels = iter(gathered[len(outputs) :])
-        all_labels = []
-        for label, axis in zip(labels.tensors, labels.axes):
+        of_all = iter(gathered)
+        tensors = []
+        for tensor, axis in zip(inputs.tensors, inputs.axes):
             if axis is not None:
-                label = _moved(next(split_labels), 0, axis)
-            all_labels.append(label)
-        inputs = Flattened((*gathered[: len(outputs)], *labels.structure.rebuild(all_labels)))
-        return AllRows(begin, total, inputs)
+                tensor = _moved(next(of_all), 0, axis)
+            tensors.append(tensor)
+        return begin, total, tensors
 
     def _loss_and_grads(
         self,
-        inputs: Flattened,
+        structure: SequenceOf,
+        tensors: list[Tensor],
         floats: tuple[int, ...],
         eager: bool,
     ) -> tuple[Tensor, Tensors, Tensors]:
         """Return the loss of all rows, and its gradients for their outputs and for its own parameters."""
-        run = self.loss_for(inputs.structure, floats, eager)
-        loss, grads = run(*inputs.tensors)
-        own: Tensors = ()
-        if run.cell.has_own:
-            grads, own = grads
+        run = self.loss_for(structure, floats, eager)
+        loss, (grads, own) = run(*tensors)
         if not isinstance(grads, tuple):  # MindSpore returns a single gradient outside of a tuple.
             grads = (grads,)
         # Otherwise MindSpore would differentiate the loss once more through them, op by op.
@@ -161,7 +153,8 @@ class CachePass(Preparation):
         return detach(loss), grads, own
 
     def _build_forward(self, structure: SequenceOf, eager: bool) -> Compiled | Eager:
-        return self._runner(lambda: Forward(self.network, structure), "the network", self.network.backbone, eager)
+        build = functools.partial(Method, self.network, "outputs_of", structure)
+        return self._runner(build, "the network", self.network.backbone, eager)
 
     def _build_loss(self, structure: SequenceOf, floats: tuple[int, ...], eager: bool) -> Compiled | Eager:
         loss_fn = self.network.loss_fn
@@ -199,24 +192,13 @@ class CachePass(Preparation):
         )
 
 
-class Forward(nn.Cell):
-    def __init__(self, network: nn.Cell, structure: SequenceOf) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.structure = structure
-
-    def construct(self, *tensors: Tensor) -> Any:
-        return self.network.outputs(self.structure.rebuild(tensors))
-
-
 class LossAndCache(nn.Cell):
     """A loss of outputs and labels, its gradients for the outputs at ``floats``, and for its own parameters."""
 
     def __init__(self, loss_fn: nn.Cell, structure: SequenceOf, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
-        self.has_own = len(own) > 0
-        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, structure), floats, own or None)
+        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, structure), floats, own)
 
     def construct(self, *tensors: Tensor) -> Any:
         return self.loss_and_grads(*tensors)

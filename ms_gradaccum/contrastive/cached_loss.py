@@ -29,10 +29,7 @@ class CachedLoss(WeightedLoss):
         items = tensors
         if self.structure is not None:
             items = self.structure.rebuild(tensors)
-        loss = items[0]
-        own_grads = items[1]
-        firsts = items[2]
-        cache = items[3]
+        loss, own_grads, firsts, cache = items[:4]
         start = Tensor(0.0, ms.float32)
         # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.
         for i, parameter in enumerate(self.own):
@@ -79,9 +76,9 @@ def widened(values: Tensor) -> Tensor:
 
 def check_rows(outputs: tuple[Tensor, ...], rows: int) -> None:
     """Raise unless the outputs of a micro batch of ``rows`` rows have them on axis 0."""
-    for shape in [tuple(output.shape) for output in outputs]:
-        if not shape or shape[0] != rows:
+    for output in outputs:
+        if output.shape[:1] != (rows,):
             raise ValueError(
                 f"For 'GradCacheLoss', the backbone must return tensors with the {rows} rows of the micro batch on "
-                f"axis 0, but got one of shape {shape}. {OUTPUT_REMEDY}"
+                f"axis 0, but got one of shape {output.shape}. {OUTPUT_REMEDY}"
             )

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_float, check_int
-from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ContrastiveLoss"
@@ -81,8 +82,7 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         self.normalize = check_bool(_OWNER, "normalize", normalize, "False leaves the rows as they are.")
         self.towers = check_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
         block_rows = check_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
-        value = Tensor(-math.log(temperature), ms.float32)
-        self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
+        self.logit_scale = Parameter(Tensor(-math.log(temperature), ms.float32), "logit_scale", requires_grad=learnable)
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)
         self._is_built = True
 
@@ -105,11 +105,10 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         if self.towers == 1:
             sums = sums - second
             counts = counts - 1.0
-        one = Tensor(1.0, ms.float32)
         has_positive = as_dtype(counts > 0, ms.float32)
-        weights = has_positive / ops.maximum(has_positive.sum(), one)
+        weights = has_positive / ops.maximum(has_positive.sum(), ONE)
         scaled = first * ops.exp(self.logit_scale)
-        positives = (scaled * sums).sum(1) / ops.maximum(counts, one)
+        positives = (scaled * sums).sum(1) / ops.maximum(counts, ONE)
         log_sum_exps = self.log_sum_exps(scaled, second, weights / self.towers)[0]
         return log_sum_exps - (positives * weights).sum()
 
@@ -172,17 +171,17 @@ class LogSumExps(nn.Cell):
         """Return the gradients. The products are computed again."""
         logs = ops.log(weights)
         ones = ops.ones(logs.shape, ms.float32)
-        longer_b = _lengthened(b, ones)
-        shifted_b = _lengthened(b, logs - out[2])
+        longer_b = ops.column_stack((b, ones))
+        shifted_b = ops.column_stack((b, logs - out[2]))
         row_shifts = logs - out[1]
         a_grads: Tensors = ()
         b_grad = ops.zeros(b.shape, ms.float32)
         for begin, end in blocks_of(b.shape[0], self.block_rows):
             part = ops.depend(a[begin:end], (a_grads, b_grad))
-            shifted = _lengthened(part, row_shifts[begin:end])
+            shifted = ops.column_stack((part, row_shifts[begin:end]))
             shares = ops.exp(self.products(shifted, longer_b, begin, end))
             if not self.is_one:
-                longer = _lengthened(part, ones[begin:end])
+                longer = ops.column_stack((part, ones[begin:end]))
                 shares = shares + ops.exp(ops.matmul(longer, shifted_b.T))
             a_grads += (ops.matmul(shares, b),)
             b_grad = b_grad + ops.matmul(shares.T, part)
@@ -193,11 +192,6 @@ class LogSumExps(nn.Cell):
 def _log_sum_exp(products: Tensor, axis: int) -> Tensor:
     log_shares = ops.LogSoftmax(axis)(products)
     return ops.amax(products, axis) - ops.amax(log_shares, axis)
-
-
-def _lengthened(rows: Tensor, column: Tensor) -> Tensor:
-    """Return rows with one more element each."""
-    return ops.concat((rows, column.reshape(-1, 1)), 1)
 
 
 def _sum_alike(values: Tensor, numbers: Tensor) -> Tensor:
@@ -217,8 +211,7 @@ def label_numbers(labels: Tensor) -> Tensor:
 def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
     """Return the begin and end of each block of rows."""
     size = max(block_rows, -(-rows // _MOST_BLOCKS))
-    begins = range(0, rows, size)
-    return tuple((begin, min(begin + size, rows)) for begin in begins)
+    return tuple(pairwise((*range(0, rows, size), rows)))
 
 
 @primexpr

@@ -114,6 +114,10 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     def around(self, backbone: nn.Cell) -> "GradCacheLoss":
         return GradCacheLoss(backbone, self.loss_fn, self.labels)
 
+    def outputs_of(self, structure: SequenceOf, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return `outputs` for the tensors of nested inputs."""
+        return self.outputs(structure.rebuild(tensors))
+
     def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of the backbone in the form that `loss_fn` takes."""
         returned = self.backbone(*inputs)

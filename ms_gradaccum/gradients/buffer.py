@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.operations import SparseGatherV2
 
-from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_each_in_place
+from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_in_place
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.device import spread
 from ms_gradaccum.backend.in_graph import fail_in_graph
@@ -132,7 +132,8 @@ class GradientBuffer(nn.Cell):
     def clear(self, done: Done = ()) -> Done:
         """Assign zeros after ``done``. A product with 0 would keep NaN and Inf."""
         for begin, end in self.chunks:
-            done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
+            fill = ops.partial(fill_in_place, zero_after(done, self.weight))
+            done = map_tensors(fill, chunk_of(tuple(self.sums), begin, end))
         for scalar in self.scalars:
             done = done, ops.assign(scalar, ops.zeros_like(scalar))
         return done

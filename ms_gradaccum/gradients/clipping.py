@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_float
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, squares_of_each
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, sum_of_squares
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
@@ -22,10 +22,10 @@ def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
     squares: tuple[Tensor, ...] = ()
     done: Done = ()
     for begin, end in chunks:
-        some = squares_of_each(ops.depend(chunk_of(grads, begin, end), done))
+        some = map_tensors(sum_of_squares, ops.depend(chunk_of(grads, begin, end), done))
         squares += some
         done = copy_after(some[0], some)
-    return ops.concat(squares)
+    return ops.stack(squares)
 
 
 def global_norm(tensors: Grads, chunks: Chunks) -> Tensor:

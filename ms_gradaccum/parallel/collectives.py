@@ -1,6 +1,7 @@
 """Collectives for many tensors in few messages, with replacements for operators that a device lacks."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 
 import mindspore as ms
@@ -9,26 +10,33 @@ from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
 from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.device import device_target, has_all_collectives, reduces_in_order
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.parallel.layout import Bucket, Ranks, Runs
+from ms_gradaccum.parallel.layout import Bucket, Runs
+from ms_gradaccum.parallel.world import World
 
 Parts = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped by its runs.
 
 
 class Group:
-    """A group of ranks, from ``first`` on with step ``stride``. The position of ``rank`` in it is ``index``."""
+    """Some ranks of a job, from ``first`` on with step ``stride``. The position of ``rank`` in them is ``index``."""
 
-    def __init__(self, ranks: Ranks, rank: int, first: int = 0, stride: int = 1) -> None:
-        self.ranks = ranks
-        self.index = (rank - first) // stride
-        self.name = GlobalComm.WORLD_COMM_GROUP if ranks.is_world else f"ms_gradaccum_{first}_{ranks.size}_{stride}"
-        if not ranks.is_world and ranks.size > 1 and self.name not in _created:
-            create_group(self.name, [first + stride * i for i in range(ranks.size)])
-            _created.add(self.name)
+    def __init__(self, size: int, world: World, first: int = 0, stride: int = 1) -> None:
+        self.size = size
+        self.index = (world.rank - first) // stride
+        self.is_world = size == world.size
+        self.name = GlobalComm.WORLD_COMM_GROUP
+        if 1 < size < world.size:
+            self.name = _created(range(first, first + stride * size, stride))
 
 
-_created: set[str] = set()
+@cache
+def _created(ranks: range) -> str:
+    """Create a group of ranks, and return its name."""
+    name = f"ms_gradaccum_{ranks.start}_{len(ranks)}_{ranks.step}"
+    create_group(name, list(ranks))
+    return name
 
 
 class AllReduce(nn.Cell):
@@ -36,8 +44,9 @@ class AllReduce(nn.Cell):
 
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
-        self.size = group.ranks.size
-        self.reduces = group.ranks.reduces
+        self.size = group.size
+        # On GPU, a ReduceScatter and an AllGather stand in for an AllReduce.
+        self.reduces = reduces_in_order(device_target())
         if self.size > 1 and self.reduces:
             self.all_reduce = ops.AllReduce(group=group.name)
         elif self.size > 1:
@@ -66,12 +75,12 @@ class AllGather(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.all_gather = None
-        if group.ranks.gathers:
+        if group.is_world or has_all_collectives(device_target()):
             self.all_gather = ops.AllGather(group=group.name)
         else:
             # Each rank fills its own row, and an AllReduce adds them up.
             self.all_reduce = AllReduce(group)
-            self.own_row = Tensor([[i == group.index] for i in range(group.ranks.size)])
+            self.own_row = Tensor([[i == group.index] for i in range(group.size)])
 
     def construct(self, values: Tensor) -> Tensor:
         values = values.reshape(1, -1)
@@ -89,10 +98,11 @@ class BucketedReduce(nn.Cell):
 
     def __init__(self, group: Group, replicas: Group, dtype: ms.Type) -> None:
         super().__init__(auto_prefix=False)
-        self.size = group.ranks.size
+        self.size = group.size
         self.index = group.index
         self.reduce_scatter = None
-        if self.size > 1 and group.ranks.scatters:
+        # On CPU, an AllReduce of the whole tensor stands in for it.
+        if self.size > 1 and has_all_collectives(device_target()):
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
         self.all_reduce_group = AllReduce(group)
         self.all_reduce_replicas = AllReduce(replicas)
@@ -123,17 +133,9 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
     return ops.cast(total * factor, like.dtype)
 
 
-def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.CellList:
-    """Return a `BucketedReduce` for each message."""
-    return nn.CellList([BucketedReduce(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
-
-
-def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:
-    """Return the parameters of each message. A lookup one by one in a graph would cost compile time."""
-    each: list[ParameterTuple] = []
-    for bucket in buckets:
-        each.append(ParameterTuple([parameters[i] for i in bucket.indices]))
-    return tuple(each)
+def of_bucket(parameters: Sequence[Parameter], bucket: Bucket) -> ParameterTuple:
+    """Return the parameters of a message. A lookup one by one in a graph would cost compile time."""
+    return ParameterTuple([parameters[i] for i in bucket.indices])
 
 
 def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
@@ -151,18 +153,37 @@ def split_message(rows: Tensor, runs: Runs) -> Parts:
 class AssignParts(nn.Cell):
     """Assign the parts of a message to parameters of their sizes."""
 
-    def __init__(self, parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], bucket: Bucket) -> None:
         super().__init__(auto_prefix=False)
-        self.runs = tuple(bucket.runs for bucket in buckets)
-        # For each message its parameters, grouped by the runs of the message.
-        self.targets: tuple[tuple[ParameterTuple, ...], ...] = ()
-        for bucket in buckets:
-            each = iter([parameters[i] for i in bucket.indices])
-            _, _, counts = bucket.runs
-            self.targets += (tuple(ParameterTuple(islice(each, count)) for count in counts),)
+        self.runs = bucket.runs
+        # The parameters, grouped by the runs of the message, of which the last item has their numbers.
+        each = iter(of_bucket(parameters, bucket))
+        self.targets = tuple(ParameterTuple(islice(each, count)) for count in bucket.runs[-1])
 
-    def construct(self, number: int, message: Tensor) -> Done:
-        return map_tensors(_assign_part, self.targets[number], split_message(message, self.runs[number]))
+    def construct(self, message: Tensor) -> Done:
+        return map_tensors(_assign_part, self.targets, split_message(message, self.runs))
+
+
+class SumMessage(nn.Cell):
+    """A message that adds up parameters over all ranks, and assigns the sums."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        sums: Sequence[Parameter],
+        bucket: Bucket,
+        group: Group,
+        replicas: Group,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = of_bucket(parameters, bucket)
+        self.reduce = BucketedReduce(group, replicas, bucket.dtype)
+        self.assign = AssignParts(sums, bucket)
+
+    def construct(self, weight: Tensor, last: Done) -> tuple[Tensor, Done]:
+        """Return the sums, for which the next message waits, and the assigned parameters."""
+        total = self.reduce(self.parameters, weight, last)
+        return total, self.assign(total)
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:

@@ -9,16 +9,16 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, is_a, listed, warn
-from ms_gradaccum.backend.device import can_partition, sends_bfloat16, this_device
+from ms_gradaccum._checks import is_a, listed, warn
+from ms_gradaccum.backend.device import can_partition, sends_bfloat16
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_rows_up, sparse_lookup
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
-from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, choose_kind
+from ms_gradaccum.parallel.layout import layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
@@ -71,7 +71,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
             level = network._optimizer_level
             parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
     _warn_of_a_sum(owner, world.size)
-    return choose_kind(owner, parallel, world.size)
+    return choose_kind(parallel, world.size)
 
 
 def _check_not_reduced(owner: str, network: nn.Cell) -> None:
@@ -115,33 +115,36 @@ def build_reducers(
     for optimizer in optimizers:
         _warn_of_decay(owner, network, optimizer)
         dtypes = list(islice(each_dtype, len(optimizer.parameters)))
-        if kind is None:
-            buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), None, totals)
-            reducers.append(GradientReducer(optimizer.parameters, buffer))
-            continue
-        _check_sent(owner, kind, network, optimizer, dtypes)
-        _check_clip(owner, kind, optimizer, clip)
-        if world.size > 1:
-            # Its `step` may be that of an Accumulator, which reduces over the ranks.
-            own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
-            warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
-            _start_alike(owner, kind, network, optimizer)
-        reducers.append(_reducer_of_ranks(kind, world, network, optimizer, totals, dtypes))
+        if kind is not None:
+            _check_sent(owner, kind, network, optimizer, dtypes)
+            _check_clip(owner, kind, optimizer, clip)
+            if world.size > 1:
+                # Its `step` may be that of an Accumulator, which reduces over the ranks.
+                own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
+                warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
+                _start_alike(owner, kind, network, optimizer)
+        reducers.append(_reducer_of(kind, world, network, optimizer, totals, dtypes))
     return reducers
 
 
-def _reducer_of_ranks(
-    kind: Kind, world: World, network: nn.Cell, optimizer: nn.Cell, totals: WindowTotals, dtypes: Sequence[ms.Type]
+def _reducer_of(
+    kind: Kind | None,
+    world: World,
+    network: nn.Cell,
+    optimizer: nn.Cell,
+    totals: WindowTotals,
+    dtypes: Sequence[ms.Type],
 ) -> GradientReducer:
-    ranks = Ranks(world.size, world.size, this_device())
-    layout = layout_of(kind, optimizer.parameters, ranks, totals.sizes, dtypes)
+    layout = layout_of(kind or DataParallel(), optimizer.parameters, world.size, totals.sizes, dtypes)
     buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
+    if kind is None:
+        return GradientReducer(optimizer.parameters, buffer)
     if isinstance(kind, Reduced):
-        return reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network)
-    if layout.group.size == 1:
-        return DataParallelReducer(optimizer, buffer, layout, world.rank, kind)
+        return reduced.ReducedReducer(optimizer, buffer, layout, world, kind, network)
+    if layout.shard_size == 1:
+        return DataParallelReducer(optimizer, buffer, layout, world, kind)
     sharded = BatchShards if layout.every_batch else WindowShards
-    return sharded(optimizer, buffer, layout, world.rank, kind)
+    return sharded(optimizer, buffer, layout, world, kind)
 
 
 def _warn_of_a_sum(owner: str, ranks: int) -> None:
@@ -264,8 +267,10 @@ def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
     """Raise for float64 parameters, which MindSpore cannot add up over processes, and for parameters of one process."""
     for parameter in parameters:
         if parameter.layerwise_parallel:
-            got = f"{parameter.name!r} with layerwise_parallel"
-            raise ValueError(argument_error(owner, "network", _ALIKE, got, _EXPERTS))
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got {parameter.name!r} with "
+                f"layerwise_parallel. {_EXPERTS}"
+            )
         if parameter.dtype == ms.float64:
             raise ValueError(
                 f"For '{owner}', the argument 'network' must have no float64 parameters in several processes, but "
@@ -300,9 +305,11 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         sent = _sent_forward(network)
         # Networks whose gradients come reduced have shards, which may differ.
         if sent and not isinstance(kind, Reduced):
-            got = f"different values, and {listed(sent, 1)} in its forward pass"
-            remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
-            raise ValueError(argument_error(owner, "network", _ALIKE, got, remedy))
+            raise ValueError(
+                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got different values, and "
+                f"{listed(sent, 1)} in its forward pass. If they should be equal, call mindspore.set_seed() with the "
+                f"same seed on all ranks. {_EXPERTS}"
+            )
         broadcast_parameters(tensors)
         warn(
             f"For '{owner}', the ranks started with different parameters or buffers: all ranks now use those of rank "

@@ -3,14 +3,22 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_int, check_type
+from ms_gradaccum._checks import check_bool, check_choice, check_int, check_type
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
 
 
+class _Flags:
+    """Options that are all bools."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_bool(type(self).__name__, name, value, "The default is False.")
+
+
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(_Flags):
     """Data parallelism over all processes. ``parallel="auto"`` chooses it when there are several.
 
     The sums of a window and its weight are added over the ranks in a few fused messages per update, none in between.
@@ -38,10 +46,6 @@ class DataParallel:
     sync_each_batch: bool = False
     check_weights: bool = False
     threshold: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        for name in ("sync_each_batch", "check_weights"):
-            check_bool("DataParallel", name, getattr(self, name), "The default is False.")
 
     @property
     def shard_size(self) -> int:
@@ -87,10 +91,12 @@ class HSDP:
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        rule = "an int of at least 1 or -1"
-        check_type(_HSDP, "shard_size", self.shard_size, int, rule, "-1 means all ranks.")
+        check_type(_HSDP, "shard_size", self.shard_size, int, "an int of at least 1 or -1", "-1 means all ranks.")
         if self.shard_size < 1 and self.shard_size != -1:
-            raise ValueError(argument_error(_HSDP, "shard_size", rule, self.shard_size, "-1 means all ranks."))
+            raise ValueError(
+                f"For '{_HSDP}', the argument 'shard_size' must be an int of at least 1 or -1, but got "
+                f"{self.shard_size}. -1 means all ranks."
+            )
         check_int(_HSDP, "threshold", self.threshold, "It is in KB.", least=0)
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
@@ -103,7 +109,7 @@ class HSDP:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class Reduced(_Flags):
     """Gradients that are added up over all processes before this package sees them.
 
     Hooks of the network add them up, or the caller before ``accumulator(grads)``. The ranks then add up only the loss,
@@ -134,10 +140,6 @@ class Reduced:
     threshold: ClassVar[int] = 0
     sync_each_batch: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        for name in ("mean", "check_weights"):
-            check_bool("Reduced", name, getattr(self, name), "The default is False.")
-
 
 Kind = DataParallel | HSDP | Reduced  # The type of the argument `parallel`.
 ParallelChoice = Literal["auto"] | Kind
@@ -154,11 +156,8 @@ def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     return parallel
 
 
-def choose_kind(owner: str, parallel: ParallelChoice, ranks: int) -> Kind | None:
-    """Return the kind of parallelism for ``ranks`` ranks, or None for a single one."""
-    check_kind(owner, parallel)
-    if ranks == 1:
-        return None
+def choose_kind(parallel: ParallelChoice, ranks: int) -> Kind:
+    """Return the kind of parallelism for ``ranks`` ranks."""
     kind = DataParallel() if isinstance(parallel, str) else parallel
     if ranks % kind.shard_size:
         raise ValueError(

@@ -3,51 +3,19 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum.backend.device import has_all_gather_in_groups, has_reduce_scatter, reduces_in_order
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
+from ms_gradaccum.parallel.kinds import Kind, Reduced
 
 # Elements of one message. Fewer messages have less latency, larger ones need more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
 
-_FLOAT = 4  # Bytes of a float32 number.
-
 Shapes = tuple[tuple[int, ...], ...]
-
-
-class Ranks(NamedTuple):
-    """A group of ranks of a job. Their device type decides which operators need replacements."""
-
-    size: int
-    world_size: int
-    device_target: str
-
-    @property
-    def is_world(self) -> bool:
-        """True if these are all ranks of the job."""
-        return self.size == self.world_size
-
-    @property
-    def scatters(self) -> bool:
-        """True if the device has a ReduceScatter. On CPU, an AllReduce of the whole tensor stands in."""
-        return has_reduce_scatter(self.device_target)
-
-    @property
-    def gathers(self) -> bool:
-        """True if the device has an AllGather for these ranks. Otherwise an AllReduce of zero-padded rows stands in."""
-        return self.is_world or has_all_gather_in_groups(self.device_target)
-
-    @property
-    def reduces(self) -> bool:
-        """True if a graph can have several AllReduces. On GPU, a ReduceScatter and an AllGather stand in for each."""
-        return reduces_in_order(self.device_target)
 
 
 # The runs of a message: their begins, lengths in elements and numbers of tensors. A run is consecutive tensors of one
@@ -61,11 +29,6 @@ class Bucket(NamedTuple):
     indices: tuple[int, ...]  # Indices of the tensors, in the order of the message.
     dtype: ms.Type  # The dtype of the message.
     runs: Runs
-    elements: int
-
-    @property
-    def itemsize(self) -> int:
-        return _FLOAT if self.dtype == ms.float32 else 2
 
     @staticmethod
     def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
@@ -73,43 +36,28 @@ class Bucket(NamedTuple):
         indices = tuple(sorted(indices, key=lambda i: sizes[i]))
         counts = Counter(sizes[i] for i in indices)  # In the order of the indices.
         lengths = tuple(size * count for size, count in counts.items())
-        *begins, end = accumulate(lengths, initial=0)
-        return Bucket(indices, dtype, (tuple(begins), lengths, tuple(counts.values())), end)
+        begins = tuple(accumulate(lengths[:-1], initial=0))
+        return Bucket(indices, dtype, (begins, lengths, tuple(counts.values())))
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The memory and the messages of a `GradientReducer`, computed only from the shapes of the tensors.
 
     The indices of the scalars follow those of the tensors. Scalars are in the first message, which is sent in float32.
     """
 
-    world: Ranks
-    group: Ranks  # The ranks that together have one copy of the shards.
-    shapes: Shapes
+    shard_size: int  # The number of ranks that together have one copy of the shards.
     parts: Shapes  # The shapes of one rank's tensors.
-    itemsizes: tuple[int, ...]  # Bytes per element of the sums.
+    is_sharded: tuple[bool, ...]  # One flag per tensor.
     # The messages, in the order of sending.
     replicated: tuple[Bucket, ...]  # Scalars, and tensors that are whole on each rank.
     sharded: tuple[Bucket, ...]  # This rank's parts of the other tensors.
-    every_batch: bool = False  # True if each micro batch is reduced to shards, not the sums of a window.
-    # If gradients come reduced and none is sent: the share of each gradient's squares that a rank adds to the norm.
-    shares: tuple[float, ...] = ()
+    every_batch: bool  # True if each micro batch is reduced to shards, not the sums of a window.
 
     @property
-    def replicas(self) -> Ranks:
-        """The ranks that have the same shards, one of each group."""
-        return self.world._replace(size=self.world.size // self.group.size)
-
-    @property
-    def is_sharded(self) -> tuple[bool, ...]:
-        """One flag per tensor: True if it is sharded."""
-        return tuple(part != shape for part, shape in zip(self.parts, self.shapes))
-
-    @property
-    def buffer_shapes(self) -> Shapes:
-        """Shapes of the sums into which micro batches are added."""
-        return self.parts if self.every_batch else self.shapes
+    def buffer_shapes(self) -> Shapes | None:
+        """Shapes of the sums into which micro batches are added, or None for those of the parameters."""
+        return self.parts if self.every_batch else None
 
 
 def shard_size_of(parameter: Parameter) -> int:
@@ -118,48 +66,40 @@ def shard_size_of(parameter: Parameter) -> int:
 
 
 def layout_of(
-    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtypes: Sequence[ms.Type] = ()
+    kind: Kind, tensors: Sequence[Tensor], ranks: int, scalars: Sequence[int], dtypes: Sequence[ms.Type]
 ) -> Layout:
-    """Return the layout for scalars and for gradients with the `shape` and `itemsize` of ``tensors``."""
-    # The `scalars` have these sizes. `kind` is None for one process. Gradients are sent in these `dtypes`, or float32.
-    kind = kind or DataParallel()
-    dtypes = dtypes or [ms.float32] * len(tensors)
-    shard_size = world.size if kind.shard_size == -1 else kind.shard_size
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    """Return the layout for scalars and for gradients with the sizes of ``tensors``."""
+    # The `scalars` have these sizes. Gradients are sent in these `dtypes`.
+    shard_size = ranks if kind.shard_size == -1 else kind.shard_size
     parts = tuple(_part_of(tensor, shard_size, kind.threshold) for tensor in tensors)
-    sizes = [math.prod(shape) for shape in shapes]
-    own_sizes = [math.prod(part) for part in parts]
-    shares: tuple[float, ...] = ()
-    if isinstance(kind, Reduced):
-        shares = tuple(shard_size_of(each) / world.size for each in tensors)
-    behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
+    is_sharded = tuple(part != tensor.shape for part, tensor in zip(parts, tensors))
+    is_sent = not isinstance(kind, Reduced)
+    sizes = [tensor.size for tensor in tensors]
+    own_sizes = [*map(math.prod, parts), *scalars]
     replicated: list[Bucket] = []
     sharded: list[Bucket] = []
     for dtype in sorted({*dtypes, ms.float32}, key=lambda each: each != ms.float32):
-        backwards = [i for i in reversed(range(len(shapes))) if dtypes[i] == dtype]  # As a backward pass computes them.
-        whole = [i for i in backwards if parts[i] == shapes[i] and not shares]
+        backwards = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]  # As a backward pass computes them.
+        whole = [i for i in backwards if is_sent and not is_sharded[i]]
         messages = list(fill_buckets(whole, sizes, BUCKET_SIZE))
         if dtype == ms.float32:
-            messages[:1] = [sum(messages[:1], ()) + behind]
-        replicated += [Bucket.of(indices, dtype, [*sizes, *scalars]) for indices in messages]
-        cut = [i for i in backwards if parts[i] != shapes[i]]
+            messages[:1] = [sum(messages[:1], ()) + tuple(range(len(sizes), len(own_sizes)))]
+        replicated += [Bucket.of(indices, dtype, own_sizes) for indices in messages]
+        cut = [i for i in backwards if is_sharded[i]]
         sharded += [Bucket.of(indices, dtype, own_sizes) for indices in fill_buckets(cut, sizes, BUCKET_SIZE)]
     return Layout(
-        world=world,
-        group=world._replace(size=shard_size),
-        shapes=shapes,
+        shard_size=shard_size,
         parts=parts,
-        itemsizes=tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors),  # Those of float32, or of float64 weights.
+        is_sharded=is_sharded,
         replicated=tuple(replicated),
         sharded=tuple(sharded),
         every_batch=kind.sync_each_batch and shard_size > 1,
-        shares=shares,
     )
 
 
 def _part_of(tensor: Tensor, ranks: int, threshold: int) -> tuple[int, ...]:
     """Return the shape that a rank has: a shard if its ranks can divide the first axis and it is large enough."""
     shape = tuple(tensor.shape)
-    if not shape or shape[0] % ranks or math.prod(shape) * tensor.itemsize < threshold * 1024:
+    if not shape or shape[0] % ranks or tensor.nbytes < threshold * 1024:
         return shape
     return (shape[0] // ranks, *shape[1:])

@@ -22,7 +22,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
+from ms_gradaccum.parallel.world import RanksDiffer, World, gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
@@ -111,22 +111,30 @@ class ReducedReducer(DataParallelReducer):
     is_empty = True  # True until the first micro batch of a window.
 
     def __init__(
-        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Reduced, network: nn.Cell
+        self,
+        optimizer: nn.Cell,
+        buffer: GradientBuffer,
+        layout: Layout,
+        world: World,
+        settings: Reduced,
+        network: nn.Cell,
     ) -> None:
-        super().__init__(optimizer, buffer, layout, rank, settings)
-        ranks = layout.world.size
+        super().__init__(optimizer, buffer, layout, world, settings)
+        ranks = world.size
         self.is_distributed = ranks > 1
         self.grads_are_reduced = True
         self.schedulers = schedulers_of(network)
         # True if the network accumulates its gradients itself and reduces them in the last micro batch of a window.
         self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
-        self.has_shards = any(shard_size_of(parameter) > 1 for parameter in optimizer.parameters)
+        sizes = list(map(shard_size_of, optimizer.parameters))
+        self.has_shards = max(sizes) > 1
+        # The share of each gradient's squares that a rank adds to the norm.
+        self.shares = Tensor(np.divide(sizes, ranks), ms.float32)
         # The factor that undoes a mean over ranks and the network's own scale.
         scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
-        means = ranks if settings.mean else 1.0
-        self.is_scaled = settings.mean or scale != 1.0
-        self.factor = Tensor(means / scale, ms.float32)
-        self.shares = Tensor(layout.shares, ms.float32)
+        factor = (ranks if settings.mean else 1.0) / scale
+        self.is_scaled = factor != 1.0
+        self.factor = Tensor(factor, ms.float32)
         self.checks_next = self.is_distributed  # If gradients were not reduced, the first update shows it.
         self.restart()
 

@@ -8,10 +8,10 @@ from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets, reduce_each
+from ms_gradaccum.parallel.collectives import AllReduce, Group, SumMessage
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
-from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
+from ms_gradaccum.parallel.world import World, check_equal, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
@@ -30,17 +30,17 @@ class GradientReducer(nn.Cell):
         self.parameters = parameters
         self.sums = buffer.sums
         self.buffer = buffer
-        # The stand-ins of shards in checkpoints, and the functions that gather their whole values.
-        self.gathered: list[tuple[Parameter, Callable[[object], Tensor]]] = []
+        # By the id of a shard: what checkpoints hold in its place. They leave it out if that is None.
+        self.stand_ins: dict[int, Parameter | None] = {}
 
     @property
     def gathers(self) -> dict[str, Callable[[object], Tensor]]:
         """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
-        return {view.name: gather for view, gather in self.gathered}
+        return {view.name: view.gather for view in self.stand_ins.values() if view is not None}
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(doing, count)) if self.is_distributed else count
+        return max(gather_counts(doing, count))
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
@@ -106,7 +106,7 @@ class GradientReducer(nn.Cell):
 
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
-        return parameter
+        return self.stand_ins.get(id(parameter), parameter)
 
 
 def replicas_of(reducers: Iterable[GradientReducer]) -> list[Parameter]:
@@ -130,17 +130,18 @@ class DataParallelReducer(GradientReducer):
 
     is_distributed = True
 
-    def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Kind) -> None:
+    def __init__(
+        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, world: World, settings: Kind
+    ) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
-        world = Group(layout.world, rank)
-        alone = Group(layout.world._replace(size=1), rank, rank)
+        everyone = Group(world.size, world)
+        alone = Group(1, world)
         sums = (*buffer.sums, *buffer.totals())
-        self.all_reduce_world = AllReduce(world)
-        self.reduce_message = reduce_each(layout.replicated, alone, world)
-        self.messages = in_buckets(sums, layout.replicated)
-        self.assign_message = AssignParts(sums, layout.replicated)
-        self.check_weights = settings.check_weights and layout.world.size > 1
+        self.all_reduce_world = AllReduce(everyone)
+        messages = [SumMessage(sums, sums, bucket, alone, everyone) for bucket in layout.replicated]
+        self.messages = nn.CellList(messages, auto_prefix=False)
+        self.check_weights = settings.check_weights and world.size > 1
         self.checks_next = self.check_weights  # True if the next update is checked.
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
@@ -148,17 +149,13 @@ class DataParallelReducer(GradientReducer):
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self) -> Done:
-        return self.reduce_replicated()
-
-    def reduce_replicated(self) -> Done:
-        """Add up, in place, the scalars and the sums that are whole on each rank."""
         last: Done = ()
         done: Done = ()
         weight = ONE
         for number, message in enumerate(self.messages):
             # A message waits for the previous one, but not for the assignment of its result.
-            last = self.reduce_message[number](tuple(message), weight, last)
-            done += self.assign_message(number, last)
+            last, assigned = message(weight, last)
+            done += assigned
             if number == 0:
                 weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done

@@ -17,10 +17,10 @@ Gather = Callable[[object], Tensor]
 
 def stand_in(
     shard: Parameter, ranks: int, gather_rows: Callable[[Tensor], Tensor], own_rows: Callable[[Array], Array]
-) -> tuple[Parameter, Gather]:
+) -> Parameter:
     """Return a parameter of the whole shape without memory, which checkpoints hold in place of ``shard``.
 
-    Loading it loads the shard. Saving, reading and copying it call the function that is returned, too: a collective.
+    Loading it loads the shard. Saving, reading and copying it call its `gather`, a collective.
     """
     shape = (shard.shape[0] * ranks, *shard.shape[1:])
 
@@ -36,12 +36,13 @@ def stand_in(
 
     with no_init_parameters():
         view = Parameter(initializer(_Gathered(gather), shape, shard.dtype), shard.name, shard.requires_grad)
+    view.gather = gather
     view.set_data = set_data
     view.init_data = whole
     view.__deepcopy__ = whole
     for name in ("asnumpy", "get_bytes", "tolist"):
         setattr(view, name, lambda name=name: getattr(gather(), name)())
-    return view, gather
+    return view
 
 
 class _Gathered(Initializer):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.device import can_partition
 from ms_gradaccum.backend.mindspore_private import auto_parallel_context, primexpr
 
@@ -33,6 +32,7 @@ def is_semi_auto(network: nn.Cell) -> bool:
 def refuse_partition() -> None:
     """Raise if a step that the host drives is compiled in a graph that will be partitioned."""
     if in_semi_auto():
-        rule = "a loss cell in AutoParallel"
-        remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
-        raise ValueError(argument_error("TrainOneStepCell", "network", rule, "AutoParallel around it all", remedy))
+        raise ValueError(
+            "For 'TrainOneStepCell', the argument 'network' must be a loss cell in AutoParallel, but got AutoParallel "
+            "around it all. Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
+        )

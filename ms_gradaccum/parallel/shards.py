@@ -18,11 +18,20 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import all_parameters, optimizers_in
 from ms_gradaccum.backend.tensors import Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, in_buckets, reduce_each, split_message
+from ms_gradaccum.parallel.collectives import (
+    AllGather,
+    AssignParts,
+    BucketedReduce,
+    Group,
+    SumMessage,
+    of_bucket,
+    split_message,
+)
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.saved_shards import stand_in
+from ms_gradaccum.parallel.world import World
 
 _HSDP = "HSDP"
 # Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
@@ -33,42 +42,53 @@ _WHOLE = frozenset(
 )
 
 
-class ShardedReducer(DataParallelReducer):
-    """Reducer that shards an optimizer built for whole parameters. Subclasses reduce the gradients to shards."""
+class WindowShards(DataParallelReducer):
+    """Reducer that shards an optimizer built for whole parameters. It reduces the sums to shards in each window."""
 
     def __init__(
-        self, optimizer: nn.Optimizer, buffer: GradientBuffer, layout: Layout, rank: int, settings: DataParallel | HSDP
+        self,
+        optimizer: nn.Optimizer,
+        buffer: GradientBuffer,
+        layout: Layout,
+        world: World,
+        settings: DataParallel | HSDP,
     ) -> None:
-        size = layout.group.size
-        group = Group(layout.group, rank, rank // size * size)
+        size = layout.shard_size
+        group = Group(size, world, world.rank // size * size)
         whole = tuple(optimizer.parameters)
         sharded = [i for i, part in enumerate(layout.is_sharded) if part]
         own_rows = partial(_rows_of, size, group.index)
         state = _shard_optimizer(optimizer, sharded, own_rows)
-        super().__init__(optimizer, buffer, layout, rank, settings)
+        super().__init__(optimizer, buffer, layout, world, settings)
+        # The ranks that have one copy of the shards together, and those that have the same ones.
+        self.groups = (group, Group(world.size // size, world, group.index, size))
         self.index = group.index
-        self.num_groups = layout.replicas.size
+        self.num_groups = world.size // size
         self.is_part = Tensor(layout.is_sharded)
         self.all_gather_rows = AllGather(group)
-        self.reduce_shards = reduce_each(layout.sharded, group, Group(layout.replicas, rank, group.index, size))
         # The network's parameters: all of them, and those of which the optimizer has shards, with the shards.
         self.whole = ParameterTuple(whole)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
-        self.own_in_buckets = in_buckets(self.parameters, layout.sharded)
-        self.assign_wholes = AssignParts(whole, layout.sharded)
-        # By the id of a shard: what checkpoints hold in its place. They leave out (None) the slices of parameters,
-        # which are copied from the network's whole ones before each update.
-        self.stand_ins: dict[int, Parameter | None] = {id(shard): None for shard in self.own}
+        self.own_in_buckets = tuple(of_bucket(self.parameters, bucket) for bucket in layout.sharded)
+        self.assign_wholes = nn.CellList([AssignParts(whole, bucket) for bucket in layout.sharded], auto_prefix=False)
+        # Checkpoints leave out the slices of parameters, which are copied from the network's before each update.
+        self.stand_ins = dict.fromkeys(map(id, self.own))
         gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
         for shard in (*state, *self.share_sums(sharded)):
-            view, gather = stand_in(shard, size, gather_rows, own_rows)
-            self.stand_ins[id(shard)] = view
-            self.gathered.append((view, gather))
+            self.stand_ins[id(shard)] = stand_in(shard, size, gather_rows, own_rows)
 
     def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         """Prepare the shards of the sums. Return those of an open window, which a checkpoint saves."""
-        raise NotImplementedError
+        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
+        sums = list(self.buffer.sums)
+        for i in sharded:
+            sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
+            self.stand_ins[id(sums[i])] = None  # They have values only during an update.
+        self.sums = ParameterTuple(sums)
+        for bucket in self.layout.sharded:
+            self.messages.append(SumMessage(self.buffer.sums, sums, bucket, *self.groups))
+        return []
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         # Reduced over all ranks, although each group has all shards, so that every rank gets the same bits.
@@ -79,54 +99,29 @@ class ShardedReducer(DataParallelReducer):
         # The network's parameters take precedence: a checkpoint may have been loaded since the last update.
         if len(self.own) == 0:
             return ()
-        return map_tensors(ops.partial(_assign_rows, self.index), tuple(self.own), tuple(self.wholes))
+        return map_tensors(ops.partial(_assign_rows, self.index), self.own, self.wholes)
 
     def after_update(self, updated: Done) -> Done:
         last = updated
         done: Done = ()
         for number, bucket in enumerate(self.own_in_buckets):
-            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, tuple(bucket))), last))
-            done += self.assign_wholes(number, last)
+            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(as_flat, bucket)), last))
+            done += self.assign_wholes[number](last)
         return done, updated
 
     def replicas(self) -> tuple[Parameter, ...]:
         return tuple(self.whole)
 
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        return self.stand_ins.get(id(parameter), parameter)
 
-
-class WindowShards(ShardedReducer):
-    """Reduce the sums to shards at the end of each window."""
-
-    def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
-        # The sums of sharded gradients are reduced into separate shards, the other sums in place.
-        sums = list(self.buffer.sums)
-        for i in sharded:
-            sums[i] = zeros(f"accu_grads.shard.{sums[i].name}", self.layout.parts[i])
-            self.stand_ins[id(sums[i])] = None  # They have values only during an update.
-        self.sums = ParameterTuple(sums)
-        self.sums_in_buckets = in_buckets(self.buffer.sums, self.layout.sharded)
-        self.assign_shards = AssignParts(self.sums, self.layout.sharded)
-        return []
-
-    def reduce(self) -> Done:
-        done = self.reduce_replicated()
-        last = done
-        weight = ops.depend(self.buffer.weight + 0.0, done)
-        for number, bucket in enumerate(self.sums_in_buckets):
-            last = self.reduce_shards[number](tuple(bucket), weight, last)
-            done += self.assign_shards(number, last)
-        return done
-
-
-class BatchShards(ShardedReducer):
+class BatchShards(WindowShards):
     """Reduce the gradients of each micro batch to shards, so that the buffer has only these."""
 
     every_batch = True
 
     def share_sums(self, sharded: Sequence[int]) -> list[Parameter]:
         self.sharded = tuple(bucket.indices for bucket in self.layout.sharded)
+        messages = [BucketedReduce(*self.groups, bucket.dtype) for bucket in self.layout.sharded]
+        self.reduce_shards = nn.CellList(messages, auto_prefix=False)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
         order = [*itertools.chain(*self.sharded)]
         self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
@@ -141,10 +136,10 @@ class BatchShards(ShardedReducer):
         for number, bucket in enumerate(self.sharded):
             # Sums of a micro batch are sent undivided (weight 1), because its weight differs between ranks.
             last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
-            for run in split_message(last, self.assign_wholes.runs[number]):
+            for run in split_message(last, self.assign_wholes[number].runs):
                 parts += run
         # Computing shapes in a graph would dominate the compile time.
-        return map_tensors(_shaped, pick((*parts, *grads), self.picked), tuple(self.buffer.sums))
+        return map_tensors(_shaped, pick((*parts, *grads), self.picked), self.buffer.sums)
 
 
 def _rows_of(ranks: int, index: int, whole: Array) -> Array:

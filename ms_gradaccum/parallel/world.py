@@ -21,6 +21,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.plain_state import assign_in_place
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
@@ -46,10 +47,8 @@ def current_world(owner: str) -> World:
     """Return the rank and the number of processes. Raise if a job of several processes has not called ``init()``."""
     if GlobalComm.INITED:
         return World(get_rank(), get_group_size())
-    if os.getenv("MS_ROLE") != "MS_WORKER":
-        return World(0, 1)
-    started = int(os.getenv("MS_WORKER_NUM", "1"))
-    if started > 1:
+    started = os.getenv("MS_WORKER_NUM", "1")
+    if os.getenv("MS_ROLE") == "MS_WORKER" and int(started) > 1:
         raise RuntimeError(
             f"For '{owner}', the {started} processes of this job must be connected before they train, but init() was "
             f"not called. Call mindspore.communication.init() first."
@@ -171,29 +170,27 @@ NO_INPUT = FirstInput("", "")
 
 
 class RankState(NamedTuple):
-    """The state of a rank at the end of a window. All but its first input must be equal on all ranks."""
+    """The state of a rank at the end of a window."""
 
     first: FirstInput
-    averages: list[str]
-    rates: list[float]
-    digest: str  # Of some elements of the parameters.
+    alike: dict[str, object]  # What must be equal on all ranks, by name.
 
 
 def gather_states(
     first: FirstInput, averages: list[str], rates: list[float], parameters: Iterable[Parameter]
 ) -> list[RankState]:
     """Return the states of all ranks. Collective."""
-    own = [first, averages, rates, digest(parameters, sampled=True)]
+    alike = {"averages (EMA)": averages, "learning rate": rates, "parameters": digest(parameters, sampled=True)}
     states = []
-    for received in gather_values("ends a window", own):
-        states.append(RankState(FirstInput(*received[0]), *received[1:]))
+    for its_first, its_alike in gather_values("ends a window", [first, alike]):
+        states.append(RankState(FirstInput(*its_first), its_alike))
     return states
 
 
 def check_states(owner: str, states: Sequence[RankState]) -> None:
     """Raise if the ranks have other averages, learning rates or parameters before an update."""
-    for field, what in (("averages", "averages (EMA)"), ("rates", "learning rate"), ("digest", "parameters")):
-        ranks = _unlike_first([getattr(state, field) for state in states])
+    for what in states[0].alike:
+        ranks = _unlike_first([state.alike[what] for state in states])
         if ranks:
             raise RanksDiffer(
                 f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
@@ -231,36 +228,27 @@ def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
         values = each.asnumpy()
         received = _send(_as_words(values.tobytes()), broadcasts=True).tobytes()[: values.nbytes]
-        value = Tensor(np.frombuffer(received, values.dtype).reshape(values.shape))
-        if isinstance(each, Parameter):
-            each.set_data(value)
-        else:
-            each.assign_value(value)
+        assign_in_place(each, Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
 
 
 def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     """Return the place of this rank's first row among all rows, their number, and the gathered arrays."""
     # A rank without rows gives no arrays and gets none. Collective, in two messages: first each rank's numbers of rows
-    # and of bytes per row, then the arrays, one after the other.
-    num_rows = len(arrays[0]) if arrays else 0
-    row_bytes = sum(array[0].nbytes for array in arrays)
-    counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", num_rows, row_bytes).T
+    # and of bytes per row, then the rows, each with its part of all arrays.
+    kind = np.dtype([("", array.dtype, array.shape[1:]) for array in arrays])
+    names = kind.names or ()
+    rows = np.empty(len(arrays[0]) if arrays else 0, kind)
+    for name, array in zip(names, arrays):
+        rows[name] = array
+    counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", len(rows), kind.itemsize).T
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(map(str, widths))
         raise ValueError(
             f"For 'GradCacheLoss', a row of outputs and labels must have the same number of bytes on all ranks, but "
             f"got {got}. Pad their other axes to one length."
         )
-    received = _gather_bytes(b"".join(array.tobytes() for array in arrays), counts.astype(np.int64) * widths)
-    whole = []
-    begin = 0  # The bytes per row of the arrays before.
-    for array in arrays:
-        rows = []
-        for data, count in zip(received, counts):
-            if count:
-                rows.append(np.frombuffer(data, array.dtype, count * array[0].size, count * begin))
-        whole.append(np.concatenate(rows).reshape(-1, *array.shape[1:]))
-        begin += array[0].nbytes
+    received = b"".join(_gather_bytes(rows.tobytes(), counts.astype(np.int64) * widths))
+    whole = [np.ascontiguousarray(np.frombuffer(received, kind)[name]) for name in names]
     return int(counts[: get_rank()].sum()), int(counts.sum()), whole
 
 

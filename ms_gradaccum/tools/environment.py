@@ -5,6 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import mindspore as ms
+import psutil
 
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, cores, is_host, this_device
@@ -18,7 +19,7 @@ _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREA
 def describe() -> dict[str, str]:
     """Return the facts that ``python -m ms_gradaccum env`` prints, by name."""
     target = this_device()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = psutil.virtual_memory().total / 2**30
     convolutions = "yes"
     if not is_host():
         convolutions = "not used"

@@ -268,8 +268,8 @@ def work(builder: Builder, micro_size: int, limit: int, home: str) -> Iterator[M
 
 def _resident_peak() -> int:
     """Return the peak of this process's resident memory in bytes."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
+    _, _, found = Path("/proc/self/status").read_text().partition("VmHWM:")
+    return int(found.split()[0]) * 1024
 
 
 def size_text(count: int) -> str:

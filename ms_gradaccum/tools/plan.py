@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import counted
+from ms_gradaccum._checks import MAX_INT, check_bool, check_int, counted
 from ms_gradaccum.loops.epoch import LastWindow, check_last_window
 
 _OWNER = "TrainingPlan"
@@ -14,12 +13,12 @@ _MOST_ROWS = 10**15
 # What each setting counts, and its limit.
 _COUNTS = {
     "dataset_size": ("It counts the rows of the data.", _MOST_ROWS),
-    "batch_size": ("It counts the rows of one batch on one rank.", check.MAX_INT),
+    "batch_size": ("It counts the rows of one batch on one rank.", MAX_INT),
     "ranks": ("It counts the processes; 1 is a single one.", 10**6),
-    "accumulation_steps": ("It counts the batches of one update; 1 means an update per batch.", check.MAX_INT),
+    "accumulation_steps": ("It counts the batches of one update; 1 means an update per batch.", MAX_INT),
     "global_batch": ("It counts the rows of one update on all ranks together.", _MOST_ROWS),
-    "epochs": ("It counts the passes over the data.", check.MAX_INT),
-    "steps": ("It counts the batches to train on.", check.MAX_INT),
+    "epochs": ("It counts the passes over the data.", MAX_INT),
+    "steps": ("It counts the batches to train on.", MAX_INT),
 }
 
 
@@ -130,7 +129,7 @@ class TrainingPlan:
 def _check_settings(plan: TrainingPlan) -> None:
     for name, (remedy, most) in _COUNTS.items():
         if getattr(plan, name) is not None or name in ("dataset_size", "batch_size", "ranks"):
-            check.check_int(_OWNER, name, getattr(plan, name), remedy, most=most)
+            check_int(_OWNER, name, getattr(plan, name), remedy, most=most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither"
         if plan.epochs is not None:
@@ -138,7 +137,7 @@ def _check_settings(plan: TrainingPlan) -> None:
         raise ValueError(
             f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
         )
-    check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
+    check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
     check_last_window(_OWNER, plan.last_window)
 
 

@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mindspore
@@ -61,8 +61,7 @@ class EndedError(Exception):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -76,22 +75,24 @@ def find_msrun() -> str | None:
     return shutil.which("msrun", path=search_path())
 
 
-class Job:
+class Job(ExitStack):
     """Processes that call one function in their own folder, several by msrun. A context manager, which ends them.
 
     The ``function``, of a module, takes the ``arguments``, and yields reports. All of them are pickled.
     """
 
     def __init__(self, count: int, function: Callable[..., Iterable[object]], *arguments: object) -> None:
+        super().__init__()
         self.count = count
         self.received = 0  # The number of reports of each rank that `wait` has returned.
-        self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
+        self.folder = Path(self.enter_context(TemporaryDirectory(prefix="ms_gradaccum_", ignore_cleanup_errors=True)))
         try:
             (self.folder / "task").write_bytes(pickle.dumps((function, arguments)))
             self.process = self._start()
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.close()
             raise
+        self.callback(self._kill)
 
     def _start(self) -> subprocess.Popen[bytes]:
         # amp.auto_mixed_precision adds folders of MindSpore's layers to the path; their math.py would hide Python's.
@@ -108,8 +109,10 @@ class Job:
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
             if find_msrun() is None:
-                remedy = "It is part of MindSpore: call the command in the environment that has it."
-                raise RuntimeError(f"{self.count} processes must be started by msrun, but it is not in PATH. {remedy}")
+                raise RuntimeError(
+                    f"{self.count} processes must be started by msrun, but it is not in PATH. It is part of MindSpore: "
+                    f"call the command in the environment that has it."
+                )
             command = ["msrun", f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
             command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
         with (self.folder / "msrun.log").open("wb") as log:
@@ -128,15 +131,6 @@ class Job:
         # A background program of a script ignores the signal at which msrun ends its processes.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT if self.count > 1 else signal.SIGKILL)
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self._kill()
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill(self) -> None:
         # While it is stopped, msrun starts no others, nor does it see them end.
@@ -184,7 +178,7 @@ class Job:
     def last_words(self) -> str:
         """Return the end of a process's log, preferably of a failed process."""
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
-        texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
+        texts = [path.read_text(errors="replace").strip() for path in logs]
         failed = [text for text in texts if "Traceback" in text]
         return (failed or texts[-1:] or [""])[0][-_LAST_WORDS:]
 

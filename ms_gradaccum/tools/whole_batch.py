@@ -70,7 +70,7 @@ def relative(value: float, scale: float) -> float:
 
 
 def norm_of(array: Array) -> float:
-    return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
+    return float(np.linalg.norm(array.astype(np.float64)))
 
 
 def total_norm(arrays: Iterable[Array]) -> float:
@@ -106,7 +106,7 @@ class WholeBatch:
     def train(self, *tensors: object) -> tuple[float, list[Array]]:
         """Train on a batch. Return its mean loss and its gradient before clipping."""
         loss = self.step(*tensors)
-        return float(loss.asnumpy()), [grad.asnumpy().copy() for grad in self.optimizer.kept]
+        return float(loss), [grad.asnumpy().copy() for grad in self.optimizer.kept]
 
 
 class MeanLoss(nn.Cell):

@@ -131,7 +131,7 @@ def test_clipping_sees_the_whole_gradient_with_the_collectives_that_the_reducer_
         optimizer = step.optimizer
         with mock.patch.object(_cell_graph_executor, "compile", note):
             output = train_batches(step, range(STEPS), ONE_SHAPE)
-        traffic = described(reducer_of(step).layout)
+        traffic = described(reducer_of(step))
         expected = sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update)
         assert collectives_in(cells) == expected != []
     check_like_one_process(network, output, "norm")
@@ -225,9 +225,9 @@ def messages_of(kind, micro_size, num_norm_reductions=1, **settings):
 
     with mock.patch.object(world, "_send", counted_gather):
         step(*inputs)
-    assert sent == list(described(reducer.layout, num_norm_reductions).of_window(1, micro_size))
+    assert sent == list(described(reducer, num_norm_reductions).of_window(1, micro_size))
     kept = {total.name: total.nbytes for total in (*buffer_of(step).sums, *reducer.sums)}
-    assert sum(kept.values()) == bytes_of_sums(reducer.layout)
+    assert sum(kept.values()) == bytes_of_sums(reducer)
     return sent
 
 

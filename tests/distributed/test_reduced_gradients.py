@@ -149,7 +149,7 @@ def test_the_ranks_send_scalars_alone():
     del sizes[:]
     with mock.patch.object(reduced, "gather_counts", lambda doing, count: counts.append(count) or gather(doing, count)):
         train(network, accumulator, 3, 1, first=3)
-    planned = [(each.operator, each.nbytes) for each in described(reducer.layout).of_window(3, 3)]
+    planned = [(each.operator, each.nbytes) for each in described(reducer).of_window(3, 3)]
     # Loss and weight, the squares of six gradients; and before each batch the number of its micro batches.
     assert (sizes, counts) == ([2, 6], [1, 1, 1])
     assert planned == [("AllGather", 16)] * 3 + [("AllReduce", 8), ("AllReduce", 24)]

@@ -2,17 +2,24 @@
 
 from types import SimpleNamespace
 
+import mindspore as ms
 import numpy as np
 import pytest
+from built_for import built_for
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum.parallel import collectives
-from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets
-from ms_gradaccum.parallel.layout import Ranks, layout_of
+from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, of_bucket
+from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.layout import layout_of
+from ms_gradaccum.parallel.world import World
 
-ONE = Ranks(1, 1, "CPU")
+
+def messages_of(tensors):
+    """Return the messages of tensors that are whole on each rank."""
+    return layout_of(DataParallel(), tensors, 1, (), [ms.float32] * len(tensors)).replicated
 
 
 class PutTogetherAndCut(nn.Cell):
@@ -20,12 +27,12 @@ class PutTogetherAndCut(nn.Cell):
 
     def __init__(self, buckets, targets):
         super().__init__()
-        self.assign = AssignParts(targets, buckets)
+        self.assign = nn.CellList([AssignParts(targets, bucket) for bucket in buckets])
 
     def construct(self, messages):
         done = ()
         for number, message in enumerate(messages):
-            done += self.assign(number, message)
+            done += self.assign[number](message)
         return done
 
 
@@ -37,8 +44,8 @@ class PutTogetherAndCut(nn.Cell):
 def test_each_tensor_comes_back_to_its_place(shapes, mode):
     sent = [Parameter(np.full(shape, i, np.float32), f"p{i}") for i, shape in enumerate(shapes)]
     targets = [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
-    replicated = layout_of(None, sent, ONE, ()).replicated
-    rows = [[item.asnumpy().reshape(1, -1) for item in bucket] for bucket in in_buckets(sent, replicated)]
+    replicated = messages_of(sent)
+    rows = [[item.asnumpy().reshape(1, -1) for item in of_bucket(sent, bucket)] for bucket in replicated]
     PutTogetherAndCut(replicated, targets)(tuple(Tensor(np.concatenate(each, axis=1)) for each in rows))
     for item, target in zip(sent, targets):
         np.testing.assert_array_equal(target.asnumpy(), item.asnumpy())
@@ -48,11 +55,12 @@ def test_each_tensor_comes_back_to_its_place(shapes, mode):
 def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
-        replicated = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).replicated
+        replicated = messages_of([Parameter(np.zeros(size, np.float32)) for size in sizes])
     assert sorted(i for bucket in replicated for i in bucket.indices) == list(range(len(sizes)))
-    for bucket, _, cuts, end in replicated:
+    for bucket, _, cuts in replicated:
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
-        assert end == begins[-1] and (end <= limit or len(bucket) == 1)
+        end = begins[-1]
+        assert end <= limit or len(bucket) == 1
         # NumPy cuts the message where the tensors begin, as the runs do.
         expected = np.split(np.arange(end), begins[1:-1])
         begins, lengths, counts = cuts
@@ -83,6 +91,7 @@ def test_on_a_gpu_no_graph_has_an_all_reduce(shape, mode, monkeypatch):
     }
     monkeypatch.setattr(collectives, "ops", SimpleNamespace(**{**vars(ops), **kinds}))
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    total = AllReduce(Group(Ranks(3, 3, "GPU"), 0))(Tensor(values))
+    with built_for("GPU"):
+        total = AllReduce(Group(3, World(0, 3)))(Tensor(values))
     assert total.shape == shape
     np.testing.assert_allclose(total.asnumpy(), 3 * values, rtol=1e-6)

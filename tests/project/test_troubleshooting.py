@@ -114,7 +114,7 @@ PROVOKED = {
     "complete before prepare()": lambda: built(loss_cell(), kind=Accumulator).prepare(NumpySlicesDataset(X)).batch(2),
     "training cell TrainOneStepCell": lambda: Model(built(loss_cell(), kind=nn.TrainOneStepCell), accumulation_steps=4),
     "reduce its gradients": lambda: built(DistributedDataParallel()),
-    "argument 'shard_size'": lambda: factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4),
+    "argument 'shard_size'": lambda: factory.choose_kind(HSDP(shard_size=3), 4),
     "Adam of mindspore.mint": adam_of_mint,
     "'optimizer' must keep": a_group_that_is_added_to_a_built_step,
     "measured: its forward": a_forward_pass_that_communicates,

@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+from built_for import built_for
 from linear_toy import X, batches, line, mse, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.parallel import nn as parallel_nn
@@ -11,7 +12,6 @@ from refusal import FACES, by_step, loss_cell, refuses
 from step_probe import sgd_step
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
-from ms_gradaccum.backend.device import built_for
 
 BATCH = Tensor(X), Tensor(2 * X)
 

@@ -20,7 +20,7 @@ def faults(message):
     found = []
     if not re.match(rf"For '[\w{VALUE}{{}}]+', ", first):
         found.append("it does not name a class or function")
-    if not re.search(rf"[.?:{VALUE}] ({VALUE}|[\w'].*[.?{VALUE}])$", first):
+    if not re.search(rf"[.?:{VALUE}] ({VALUE}|[-\w'].*[.?{VALUE}])$", first):
         found.append("it ends without a way out")
     if len(re.findall(r"\bbut\b", first)) > 1:
         found.append("it has two 'but'")

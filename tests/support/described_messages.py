@@ -2,8 +2,13 @@
 
 from typing import NamedTuple
 
+import mindspore as ms
 import numpy as np
 from mindspore import ops
+from mindspore.communication import get_group_size
+
+from ms_gradaccum.backend import device
+from ms_gradaccum.parallel.reduced import ReducedReducer
 
 FLOAT = 4
 COUNT = 16  # Bytes of a count that the host sends, with what it counts.
@@ -29,57 +34,66 @@ class Traffic(NamedTuple):
         return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
 
 
-def _message(group, operator, nbytes):
-    return (Message(operator, group.size, nbytes),) if group.size > 1 else ()
+def _message(ranks, operator, nbytes):
+    return (Message(operator, ranks, nbytes),) if ranks > 1 else ()
 
 
-def all_reduce(group, elements, itemsize=FLOAT):
-    if group.reduces:
-        return _message(group, "AllReduce", elements * itemsize)
-    part = -(-elements // group.size) * itemsize
-    return reduce_scatter(group, part) + all_gather(group, part)
+def all_reduce(ranks, elements, itemsize=FLOAT):
+    if device.reduces_in_order(device.this_device()):
+        return _message(ranks, "AllReduce", elements * itemsize)
+    part = -(-elements // ranks) * itemsize
+    return reduce_scatter(ranks, part) + all_gather(ranks, part)
 
 
-def reduce_scatter(group, nbytes):
-    return _message(group, "ReduceScatter" if group.scatters else "AllReduce", nbytes * group.size)
+def reduce_scatter(ranks, nbytes):
+    scatters = device.has_all_collectives(device.this_device())
+    return _message(ranks, "ReduceScatter" if scatters else "AllReduce", nbytes * ranks)
 
 
-def all_gather(group, nbytes):
-    if group.gathers:
-        return _message(group, "AllGather", nbytes)
-    return _message(group, "AllReduce", nbytes * group.size)
+def all_gather(ranks, nbytes):
+    if ranks == get_group_size() or device.has_all_collectives(device.this_device()):
+        return _message(ranks, "AllGather", nbytes)
+    return _message(ranks, "AllReduce", nbytes * ranks)
 
 
-def described(layout, num_norm_reductions=1):
+def elements_of(bucket):
+    _, lengths, _ = bucket.runs
+    return sum(lengths)
+
+
+def described(reducer, num_norm_reductions=1):
     """Return the messages of a window that makes ``num_norm_reductions`` passes over the gradients for norms."""
+    layout, world, group = reducer.layout, get_group_size(), reducer.layout.shard_size
     reduced = ()
     for bucket in layout.replicated:
-        reduced += all_reduce(layout.world, bucket.elements, bucket.itemsize)
-    squares = num_norm_reductions * all_reduce(layout.world, len(layout.shapes))
-    if layout.shares:
-        has_shards = any(share * layout.world.size > 1 for share in layout.shares)
-        counts = all_gather(layout.world, COUNT)
-        return Traffic(per_batch=counts, per_update=reduced + (squares if has_shards else ()))
-    if layout.group.size == 1:
+        reduced += all_reduce(world, elements_of(bucket), itemsize_of(bucket))
+    squares = num_norm_reductions * all_reduce(world, len(layout.parts))
+    if isinstance(reducer, ReducedReducer):
+        return Traffic(per_batch=all_gather(world, COUNT), per_update=reduced + (squares if reducer.has_shards else ()))
+    if group == 1:
         return Traffic(per_update=reduced)
     scattered, gathered = (), ()
     for bucket in layout.sharded:
-        scattered += reduce_scatter(layout.group, bucket.elements * bucket.itemsize)
-        scattered += all_reduce(layout.replicas, bucket.elements, bucket.itemsize)
-        gathered += all_gather(layout.group, FLOAT * bucket.elements)
+        scattered += reduce_scatter(group, elements_of(bucket) * itemsize_of(bucket))
+        scattered += all_reduce(world // group, elements_of(bucket), itemsize_of(bucket))
+        gathered += all_gather(group, FLOAT * elements_of(bucket))
     if layout.every_batch:
-        return Traffic(scattered, all_gather(layout.world, COUNT), reduced + squares + gathered)
+        return Traffic(scattered, all_gather(world, COUNT), reduced + squares + gathered)
     return Traffic(per_update=reduced + scattered + squares + gathered)
 
 
-def bytes_of_sums(layout):
+def itemsize_of(bucket):
+    return FLOAT if bucket.dtype == ms.float32 else 2
+
+
+def bytes_of_sums(reducer):
     """Return the memory of the sums on each rank: those of the buffer and, if separate, the shards of their totals."""
-    total = 0
-    for itemsize, whole, part in zip(layout.itemsizes, layout.shapes, layout.parts):
+    layout, total = reducer.layout, 0
+    for whole, part in zip([each.shape for each in reducer.replicas()], layout.parts):
         held = [part] if layout.every_batch else [whole]
         if part != whole and not layout.every_batch:
             held.append(part)
-        total += sum(itemsize * int(np.prod(shape)) for shape in held)
+        total += sum(FLOAT * int(np.prod(shape)) for shape in held)
     return total
 
 

@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+from built_for import built_for
 from linear_toy import X, sgd, toy_step
 from loop_toy import own_loop
 from mindspore import Tensor, nn
@@ -17,7 +18,6 @@ from ms_gradaccum import (
     MixedPrecision,
     TrainOneStepCell,
 )
-from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training import window_end
 
 START = "the gradient of a window must have a finite norm, but got "

@@ -11,6 +11,7 @@ from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool
+from ms_gradaccum.batch.weighted_loss import first_of
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -54,7 +55,9 @@ class ProgressBar(FrozenAfterInit, Callback):
 
     def __init__(self, live: bool | None = None) -> None:
         super().__init__()
-        self.live = live if live is None else check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
+        if live is not None:
+            check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
+        self.live = live
         self._is_built = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -68,8 +71,14 @@ class ProgressBar(FrozenAfterInit, Callback):
             is_live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
         settings: dict[str, Any] = {}
         if not is_live:
-            settings = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS}
-            settings |= {"leave": False, "disable": False}  # $TQDM_DISABLE is only for bars.
+            settings = {
+                "file": _Lines(),
+                "bar_format": _LINE,
+                "mininterval": _SECONDS,
+                "delay": _SECONDS,
+                "leave": False,
+                "disable": False,  # $TQDM_DISABLE is only for bars.
+            }
         bar = _Bar(run_context.original_args(), **settings)
         if not bar.disable:
             self._bar = bar
@@ -111,7 +120,7 @@ class _Bar(tqdm):
     def step(self, params: Any) -> None:
         """Show the outputs of a step of a Model."""
         outputs = params.net_outputs
-        self.loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        self.loss = first_of(outputs)
         if isinstance(outputs, StepOutput) and outputs.ends_window:
             self.last_update = outputs
         self.set_description(f"epoch {params.cur_epoch_num}/{self.epochs}", refresh=False)
@@ -128,13 +137,13 @@ class _Bar(tqdm):
         if isinstance(self.loss, Tensor):
             yield f"loss {np.mean(self.loss.asnumpy()):.4g}"
         if self.last_update is not None:
-            others = [f"{loss.asnumpy().item():.4g}" for loss in self.last_update.other_losses]
+            others = [f"{float(loss):.4g}" for loss in self.last_update.other_losses]
             if others:
                 yield f"other losses {' '.join(others)}"
             rates = self.last_update.learning_rate.asnumpy()
             # Groups can have their own rates.
             yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
-            yield f"norm {self.last_update.grad_norm.asnumpy().item():.4g}"
+            yield f"norm {float(self.last_update.grad_norm):.4g}"
 
 
 class _Lines:

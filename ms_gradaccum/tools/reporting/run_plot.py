@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         # pyplot is not used because it keeps global state and may open a window.
         from matplotlib.figure import Figure
     except ImportError as error:
-        remedy = "Install it with: pip install matplotlib."
-        raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
+        raise ImportError(
+            f"Drawing takes the package matplotlib, but got: {error}. Install it with: pip install matplotlib."
+        ) from None
     runs = {str(path): read_run(path) for path in paths}
     panels = {}
     for title, names in _PANELS.items():
@@ -61,11 +63,10 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
     figure = Figure(figsize=(10, 4 * len(panels)), dpi=100, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, curves) in zip(all_axes, panels.items()):
-        for number, (path, run) in enumerate(runs.items()):
+        for (path, run), values, style in zip(runs.items(), curves, cycle(_STYLES)):
             updates = [report["update"] for report in run]
-            style = _STYLES[number % len(_STYLES)]
             marker = "." if len(run) < _FEW_REPORTS else ""
-            axes.plot(updates, curves[number], label=path, linestyle=style, marker=marker)
+            axes.plot(updates, values, label=path, linestyle=style, marker=marker)
         low, high = axes.dataLim.intervaly
         if 0 < low < high / _WIDE_RANGE:
             axes.set_yscale("log")

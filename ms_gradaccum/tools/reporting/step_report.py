@@ -156,7 +156,7 @@ class StepReporter(FrozenAfterInit):
             return None
         self._updates += output.is_updated
         self._skipped_updates += not output.is_updated
-        self._weight += float(output.weight.asnumpy())
+        self._weight += float(output.weight)
         if (self._updates + self._skipped_updates) % self.every:
             return None
         now = time.perf_counter()
@@ -173,7 +173,7 @@ class StepReporter(FrozenAfterInit):
             items["micro_batches"] = self._train_step.events.micro_batches or None
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
-        items["other_losses"] = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        items["other_losses"] = tuple(map(float, output.other_losses)) or None
         if self._window is not None:
             items["loss_names"] = self._window.network.weighted_loss.names
         self._since = now

@@ -82,7 +82,7 @@ class Cell:
         return 6 * self.workers + 1
 
     def share(self, arrays: Arrays) -> list[Tensor]:
-        return [Tensor(np.ascontiguousarray(np.array_split(array, self.size)[self.rank])) for array in arrays]
+        return [Tensor(np.array_split(array, self.size)[self.rank]) for array in arrays]
 
 
 def perceptron() -> nn.SequentialCell:
@@ -157,7 +157,7 @@ class Training:
     def note(self, output: StepOutput) -> None:
         """Record the loss and the norm of an update."""
         self.losses = [float(output)]
-        self.norms = [float(output.grad_norm.asnumpy())]
+        self.norms = [float(output.grad_norm)]
 
     def compared(self) -> Outcome:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""

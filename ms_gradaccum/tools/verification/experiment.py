@@ -35,12 +35,10 @@ class Start(Snapshot):
         super().__init__(*networks)
         # If some cells are in training mode, the others were frozen. Otherwise no training has begun.
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
-        self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
-        self.statistics = [vars(cell).get(STATISTICS) for cell in self.cells]
-        self.is_16_bit = computes_in_16_bits(self.parameters(), self.cells)
-
-    def parameters(self) -> list[Parameter]:
-        return [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
+        trained = [cell.training or id(cell) not in inside for cell in self.cells]
+        self.modes = list(zip(self.cells, trained, [vars(cell).get(STATISTICS) for cell in self.cells]))
+        parameters = [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
+        self.is_16_bit = computes_in_16_bits(parameters, self.cells)
 
     def changed(self) -> dict[int, Array]:
         """Return the values of the parameters that have changed, by their indices among the tensors."""
@@ -51,7 +49,7 @@ class Start(Snapshot):
         """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
         self.tensors.put_back()
         self.random.put_back()
-        for mode in zip(self.cells, self.trained, self.statistics):
+        for mode in self.modes:
             set_mode(*mode)
         evaluate(self.cells, frozen)
 
