@@ -6,7 +6,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mindspore as ms
@@ -113,7 +113,7 @@ class Compiled:
         if record is not None:
             record.has_run = True
         try:
-            with graph_mode():
+            with nullcontext() if get_mode() == ms.GRAPH_MODE else graph_mode():
                 for tensor in tensors:
                     if tensor.const_arg or tensor.has_init:
                         return cell(*tensors)

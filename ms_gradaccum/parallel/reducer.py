@@ -40,7 +40,7 @@ class GradientReducer(nn.Cell):
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(doing, count))
+        return max(gather_counts(doing, count)) if self.is_distributed else count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the place of this rank's first row among all rows, their number, and the gathered tensors."""
