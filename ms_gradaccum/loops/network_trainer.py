@@ -28,6 +28,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch, where_finite
+from ms_gradaccum.training.micro_steps import Batch
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -129,12 +130,10 @@ class TrainedNetwork(Window):
             )
         return check_weight(weight)
 
-    def backward(
-        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, weight: float | None = None
-    ) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            result = self.add(args, kwargs, is_last, weight)
+            result = self.add(batch)
         except BaseException as error:
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise

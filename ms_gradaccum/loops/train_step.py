@@ -28,6 +28,7 @@ from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
+from ms_gradaccum.training.micro_steps import Batch
 from ms_gradaccum.training.settings import (
     STEP_REMEDY,
     StepOptions,
@@ -159,7 +160,7 @@ class HostDrivenStep(Step):
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        return self._batch(functools.partial(self.window.add, args, kwargs))
+        return self._batch(lambda is_last: self.window.add(Batch(args, kwargs, is_last)))
 
     def join(self) -> StepOutput:
         return self._batch(lambda is_last: self.window.micro_steps.join())

@@ -41,6 +41,15 @@ _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 
 
+class Batch(NamedTuple):
+    """A batch of a window."""
+
+    args: Args
+    kwargs: Kwargs
+    is_last: bool = False  # True if it ends its window.
+    weight: float | None = None  # The caller's weight, in place of the rows of a batch that is not split.
+
+
 class BatchResult(NamedTuple):
     """The result of a batch that was added to the sums of its window."""
 
@@ -141,25 +150,14 @@ class MicroSteps:
         self.advisor.after_build(len(self.compiled))
         return compiled
 
-    def run(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        progress: BatchProgress,
-        is_last: bool = False,
-        weight: float | None = None,
-    ) -> BatchResult:
-        """Add one batch, maybe the last of its window.
-
-        The caller's ``weight`` takes the place of the rows of a batch that is not split. ``progress`` says how far the
-        batch has come if this raises.
-        """
+    def run(self, batch: Batch, progress: BatchProgress) -> BatchResult:
+        """Add one batch. If this raises, ``progress`` says how far the batch has come."""
         is_eager = runs_eagerly(self.settings.compiles)
         if is_eager:
             self.jit_parts.follow()
         if is_eager or not self.compiled:
             self.check_hooks(is_eager)
-        inputs = self.network.positional(args, kwargs)
+        inputs = self.network.positional(batch.args, batch.kwargs)
         try:
             whole = self.network.split(*inputs)
         except Exception:
@@ -174,7 +172,7 @@ class MicroSteps:
         batch_rows = rows
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
-        step = self._step_for(split, is_eager, weight == 0.0, is_last)
+        step = self._step_for(split, is_eager, batch.weight == 0.0, batch.is_last)
         progress.rounds_left = len(split.micro_batches)
         if self.reducers[0].is_distributed:
             # This comes first, because all ranks must send their messages in the same order.
@@ -182,11 +180,11 @@ class MicroSteps:
         # After its first batches, a compiled training may have nothing left to be warned of.
         is_seen = is_eager or self.advisor.is_on
         if is_seen:
-            batch = SeenBatch(inputs, whole, weight, is_last, is_eager)
+            seen = SeenBatch(inputs, whole, batch.weight, batch.is_last, is_eager)
             is_part = len(split.micro_batches) > 1
             make_program = functools.partial(self._program, step, batch_rows if is_part else None)
-            self.advisor.before_batch(batch, make_program)
-        parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, weight)
+            self.advisor.before_batch(seen, make_program)
+        parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, batch.weight)
         outputs = self._run_all(step, parts, inputs, progress)
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)

@@ -13,7 +13,6 @@ from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.backend.optimizers import groups_of
-from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reduced import UNSAVED
@@ -21,7 +20,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import is_half
-from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps
+from ms_gradaccum.training.micro_steps import Batch, BatchProgress, BatchResult, MicroSteps
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -132,29 +131,29 @@ class Window:
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None) -> BatchResult:
-        """Add one batch, maybe the last of its window. A ``weight`` of the caller takes the place of its rows."""
+    def add(self, batch: Batch) -> BatchResult:
+        """Add one batch."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
                 f"batch, or give each thread its own step and network."
             )
         try:
-            result = self._run_steps(args, kwargs, is_last, weight)
+            result = self._run_steps(batch)
         finally:
             self._in_use.release()
         if self.ranks.is_on:
-            self.ranks.note_first("batch", (args, kwargs))
+            self.ranks.note_first("batch", (batch.args, batch.kwargs))
         return result
 
-    def _run_steps(self, args: Args, kwargs: Kwargs, is_last: bool, weight: float | None) -> BatchResult:
+    def _run_steps(self, batch: Batch) -> BatchResult:
         """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
         while True:
             progress = BatchProgress()
             try:
-                return self.micro_steps.run(args, kwargs, progress, is_last, weight)
+                return self.micro_steps.run(batch, progress)
             except BaseException as error:
-                if not (weight is None and self._splits_more(error, progress)):
+                if not (batch.weight is None and self._splits_more(error, progress)):
                     self._end_failed(error, progress)
                     raise
 
