@@ -27,6 +27,7 @@ _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
 class LoopDriver(WindowDriver[TrainedNetwork]):
     """Drives the windows of all networks of a loop, which begins its batches and ends its windows itself."""
 
+    owner = _OWNER
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.
@@ -35,7 +36,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
     has_warned_of_rows = False
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
-        super().__init__(_OWNER, networks, events)
+        super().__init__(networks, events)
         self.config = config
         self.schedulers: list[PreparedScheduler] = []
         self.data = LoopData()

@@ -56,9 +56,9 @@ class WindowDriver(Generic[_W]):
     is_last_batch = False
     in_batch = False  # True if the program is inside a batch.
     has_warned_of_open = False
+    owner: str  # The class that the user called.
 
-    def __init__(self, owner: str, windows: Sequence[_W], events: Events) -> None:
-        self.owner = owner
+    def __init__(self, windows: Sequence[_W], events: Events) -> None:
         self.windows = windows
         self.events = events
 
@@ -126,11 +126,11 @@ class WindowDriver(Generic[_W]):
             warn_of_open(self.owner, self.open_batches(), when)
 
 
-class HostDrivenStep(Step):
+class HostDrivenStep(WindowDriver[Window], Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
-        super().__init__(network, settings)
+        Step.__init__(self, network, settings)
         self.accumulation_steps = settings.window_length.most
         self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
@@ -142,7 +142,7 @@ class HostDrivenStep(Step):
             agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
-        self.driver = WindowDriver(_OWNER, [self.window], self.events)
+        WindowDriver.__init__(self, [self.window], self.events)
         # The parts for use inside a larger graph.
         (self.reducer,) = self.window.reducers
         (self.end,) = self.window.ends.of_optimizers
@@ -160,19 +160,22 @@ class HostDrivenStep(Step):
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        return self._batch(lambda is_last: self.window.add(Batch(args, kwargs, is_last)))
+        return self._batch(Batch(args, kwargs))
 
     def join(self) -> StepOutput:
-        return self._batch(lambda is_last: self.window.micro_steps.join())
+        return self._batch(None)
 
-    def _batch(self, add: Callable[[bool], object]) -> StepOutput:
-        """Count one batch, which ``add`` adds to the window, and end it."""
+    def _batch(self, batch: Batch | None) -> StepOutput:
+        """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
         steps = self.accumulation_steps
         if self.has_schedule:
             steps = self.steps_of_window()
-        self.driver.begin_batch(steps)
+        self.begin_batch(steps)
         try:
-            add(self.driver.is_last_batch)
+            if batch is None:
+                self.window.micro_steps.join()
+            else:
+                self.window.add(batch._replace(is_last=self.is_last_batch))
         except BaseException as error:
             if self.window.can_continue_after(error):
                 self._end_batch()  # The other ranks end theirs, too.
@@ -183,36 +186,32 @@ class HostDrivenStep(Step):
         else:
             return self._end_batch()
         finally:
-            self.driver.in_batch = False
+            self.in_batch = False
 
     def _end_batch(self) -> StepOutput:
-        if self.driver.is_last_batch:
-            return self.driver.close(self.window)
-        self.window.count.set(self.driver.batches)
+        if self.is_last_batch:
+            return self.close(self.window)
+        self.window.count.set(self.batches)
         return self.window.partial_output()
 
-    def check_between_batches(self, caller: str) -> None:
-        self.driver.check_between_batches(caller)
-
     def open_batches(self) -> int:
-        return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
+        return 0 if self.accumulation_steps == 1 else super().open_batches()
 
     def flush(self) -> StepOutput | None:
         self.check_between_batches("flush")
-        if not self.driver.begin_flush(self.open_batches()):
+        if not self.begin_flush(self.open_batches()):
             return None
-        output = self.driver.close(self.window)
+        output = self.close(self.window)
         if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
             return None
         return output
 
-    def warn_if_open(self) -> None:
-        """Warn if a window is still open when the step is deleted or the program ends."""
+    def warn_if_open(self, when: str) -> None:
         if not self.is_carried:
-            self.driver.warn_if_open("at the end of its step")
+            super().warn_if_open(when)
 
     def drop(self) -> int:
-        return self.driver.drop() if self.open_batches() else 0
+        return super().drop() if self.open_batches() else 0
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         if self.window.ranks.is_on:
@@ -363,8 +362,9 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         else:
             host = HostDrivenStep(self.network, optimizer, kind, settings)
             self.body = host
-            self.windows = [host.window]
-            weakref.finalize(self, host.warn_if_open)
+            self.windows = [*host.windows]
+            # When the step is deleted or the program ends.
+            weakref.finalize(self, host.warn_if_open, "at the end of its step")
         self.events = self.body.events
         self.extras = self.events.extras
         gather_when_saved(self, self.windows[0].reducers)
