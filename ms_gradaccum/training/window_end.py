@@ -44,8 +44,9 @@ class WindowReduction(nn.Cell):
         self.buffer = reducer.buffer
         self.loss_scale = loss_scale
         self.learning_rate = LearningRate(optimizer)
-        # The keys are flags: the graph contains the learning rate, which is user code.
-        self.compiled_reports: dict[bool, Compiled] = {}
+        # The graph contains the learning rate, which is user code, unless the optimizer runs op by op.
+        self.compiled_report = Compiled(lambda: Method(self, "report", True), owner, "the report")
+        self.compiled_report_without_rate = Compiled(lambda: Method(self, "report", False), owner, "the report")
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
     def reduce_and_report(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,23 +94,6 @@ class WindowReduction(nn.Cell):
         no = Tensor(False)
         report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
         return items_of(report, self.buffer.other_losses_after(done))
-
-    def run(self, is_eager: bool) -> tuple[Tensor, StepOutput]:
-        """Run `report` from the host, for an optimizer that runs op by op or not."""
-        has_rate = not is_eager
-        if has_rate not in self.compiled_reports:
-            self.compiled_reports[has_rate] = Compiled(
-                lambda: Method(self, "report", has_rate), self.owner, "the report"
-            )
-        is_bad, *items = self.compiled_reports[has_rate](NOTHING)
-        output = StepOutput(*items)
-        if is_eager:
-            output = output._replace(learning_rate=self.learning_rate.before_update())
-        return is_bad, output
-
-    def run_partial_report(self) -> StepOutput:
-        """Run `partial_report` from the host."""
-        return StepOutput(*self.compiled_partial_report(NOTHING))
 
 
 class BuiltUpdates:
@@ -220,8 +204,9 @@ class WindowEnd(nn.Cell):
             self,
             self.update,
             reduction,
+            reduction.compiled_report,
+            reduction.compiled_report_without_rate,
             reduction.compiled_partial_report,
-            *reduction.compiled_reports.values(),
             *self.updates.compiled_cells(),
         ]
 
@@ -235,7 +220,12 @@ class WindowEnd(nn.Cell):
                 f"{count}. Build a new step after add_param_group()."
             )
         self.is_eager = runs_eagerly(self.updates.compiles)
-        return self.reduction.run(self.is_eager)
+        if self.is_eager:
+            is_bad, *items = self.reduction.compiled_report_without_rate(NOTHING)
+            rate = self.reduction.learning_rate.before_update()
+            return is_bad, StepOutput(*items)._replace(learning_rate=rate)
+        is_bad, *items = self.reduction.compiled_report(NOTHING)
+        return is_bad, StepOutput(*items)
 
     def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
@@ -296,7 +286,7 @@ class WindowEnds:
         return cells
 
     def partial_output(self) -> StepOutput:
-        return self.of_optimizers[0].reduction.run_partial_report()
+        return StepOutput(*self.of_optimizers[0].reduction.compiled_partial_report(NOTHING))
 
     def reduce(self) -> FullWindow:
         """Reduce the sums of a full window."""
