@@ -240,13 +240,13 @@ class MicroSteps:
         is_running = False
         try:
             for index, (rows, tensors) in enumerate(parts):
-                if self.events.heard:
+                if self.events.listeners:
                     self.events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
                 outputs.append(step(*tensors, record=progress))
                 is_running = False
                 progress.rounds_left -= 1
-                if self.events.heard:
+                if self.events.listeners:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(parts)
             if self.network.needs_all_rows:
