@@ -63,8 +63,7 @@ class Passes:
     missing = 0  # The number of steps that passes lacked; negative for longer passes.
     begun = 0  # The number of steps at the beginning of this epoch.
 
-    def __init__(self, length: int, lengths: Sequence[int]) -> None:
-        self.length = length  # The number of batches of this process.
+    def __init__(self, lengths: Sequence[int]) -> None:
         self.steps = max(lengths)
         self.common = min(lengths)  # The number of batches that all processes have.
 
@@ -90,7 +89,7 @@ class Passes:
                 f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
                 f"{self.batches} where some have only {self.common}. Save it earlier, or at the end of the pass."
             )
-        return order.position(self.done // self.steps, self.batches, self.length)
+        return order.position(self.done // self.steps, self.batches)
 
     def end_shorter(self) -> None:
         """Go on as if a pass had the size that it says, and warn unless it has."""
@@ -126,12 +125,11 @@ class PassSteps(Callback):
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
         self.ranks = current_world(_OWNER).size
-        length = dataset.get_dataset_size()
-        lengths: list[int] = [length]
-        if self.train_step.windows[0].is_distributed:
-            lengths = gather_counts("begins to train a Model", length)
-        self.passes = Passes(length, lengths)
         self.order = SampleOrder(dataset, self.ranks, first_epoch)
+        lengths = [self.order.length]
+        if self.train_step.windows[0].is_distributed:
+            lengths = gather_counts("begins to train a Model", self.order.length)
+        self.passes = Passes(lengths)
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
@@ -146,23 +144,14 @@ class PassSteps(Callback):
         self.model.resumed_position = None
         if position is None:
             return True
-        position = position.among(self.passes.length, self.ranks)
-        self.order.resume(position)
-        self.passes.done = (position.next_epoch - position.first_epoch) * self.passes.steps + (position.batches or 0)
+        position = self.order.resume(position)
+        self.passes.done = position.taken(self.passes.steps)
         settings.update(initial_epoch=position.next_epoch, initial_step=self.passes.done)
         return bool(position.next_epoch < epochs)
 
     def epoch_of(self, open_batches: int) -> int:
         """Return the number of the pass in which an open window of so many batches has begun."""
         return self.order.first_epoch + max(0, self.passes.done - open_batches) // self.passes.steps
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Return the context in which the samples come in a recorded order, or in that of a loaded state."""
-        return self.order.begun(self.passes.length)
-
-    @property
-    def is_common(self) -> bool:
-        return self.passes.is_common
 
     def position(self) -> DataPosition:
         return self.passes.position(self.order)
@@ -189,7 +178,7 @@ class PassSteps(Callback):
                 f"For '{_OWNER}', the argument 'dataset_sink_mode' must be False if the processes have different "
                 f"numbers of batches, but got True. Then each process ends with its own data."
             )
-        got = f"{sink_size} with {passes.length} batches in a pass"
+        got = f"{sink_size} with {self.order.length} batches in a pass"
         if self.keeps_states or self.order.resumed is not None:
             raise ValueError(
                 f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, but got {got}. "

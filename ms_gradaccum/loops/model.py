@@ -373,7 +373,7 @@ class Model(FrozenAfterInit, ms.Model):
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._train_network.events.listening(callbacks))
-                stack.enter_context(steps.in_order())
+                stack.enter_context(steps.order.begun())
                 for checkpoint in checkpoints:
                     stack.enter_context(checkpoint.watching(self))
                 # MindSpore's wrappers, which save a last checkpoint, look for the keyword `callbacks`.
@@ -402,7 +402,7 @@ class Model(FrozenAfterInit, ms.Model):
     @property
     def can_save(self) -> bool:
         """True if all processes have had a batch in this step, so that a state can be saved after it."""
-        return self._steps is None or self._steps.is_common
+        return self._steps is None or self._steps.passes.is_common
 
     @property
     def data_position(self) -> DataPosition | None:
