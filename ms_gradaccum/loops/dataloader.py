@@ -97,7 +97,7 @@ class PreparedDataset:
             pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
             for place, (batch, following) in enumerate(pairs, taken + 1):
                 is_last = following is _END and missing == 0
-                self.driver.data.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
+                self.driver.data.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
                 yield batch
                 # The loop has trained this row, and has not collected others with it.
                 is_trained = place == 1 and self.handed.current is self.handed.newest
@@ -110,7 +110,7 @@ class PreparedDataset:
             else:
                 self.driver.join_others(missing, self.epoch)
         finally:
-            self.driver.data.passes.end(self.handed, is_left)
+            self.driver.data.end(self.handed, is_left)
 
     def _missing_after(self, taken: int) -> int:
         """Return how many batches more than this process the one with the most has left. Collective."""

@@ -162,66 +162,6 @@ class HandedBatches:
             self.waiting.remove(batch)
 
 
-class ActivePasses:
-    """The open passes over prepared datasets."""
-
-    def __init__(self) -> None:
-        self._open: list[HandedBatches] = []  # The passes that have handed out a batch, the innermost last.
-        # The passes that may still be trained. Strong references, since a loop may keep only the batches.
-        self._recent: list[HandedBatches] = []
-        self.trained: list[HandedBatches] = []  # The sources of the last trained batches.
-
-    def begin(self, handed: HandedBatches) -> bool:
-        """Begin a pass. Return whether it begins during a pass over another dataset that is trained with this one."""
-        # If the loop fetches ahead, it still trains the rest of the last pass.
-        if handed.depth or not handed.is_ahead:
-            handed.waiting.clear()
-        handed.is_ahead = handed.is_ahead and not handed.depth
-        handed.is_open = True
-        handed.is_shuffled = False
-        handed.newest = None
-        handed.depth = 0
-        others = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
-        self._recent = [*others[-7:], handed]
-        is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
-        handed.restarts = handed.restarts or is_inside
-        return is_inside
-
-    def hand_out(self, batch: Handed) -> None:
-        """Record a batch that goes to the loop. Passes that have begun after its own, inside it, are then over."""
-        self._leave(batch.source)
-        self._open.append(batch.source)
-        batch.source.newest = batch
-        batch.source.waiting.append(batch)
-
-    def end(self, handed: HandedBatches, is_left: bool) -> None:
-        """End a pass; ``is_left`` if the loop has left it early."""
-        self._leave(handed)
-        handed.is_open = False
-        if is_left:
-            handed.waiting.clear()
-
-    def _leave(self, handed: HandedBatches) -> None:
-        if handed in self._open:
-            del self._open[self._open.index(handed) :]
-
-    def coming(self) -> list[Handed]:
-        """Return the batches that the loop is expected to train next."""
-        fetched = [each for each in self._recent if each.are_fetched][-1:]
-        sources = [each for each in self.trained if each.waiting] or self._open[-1:] or fetched
-        return [each.expected()[0] for each in sources if each.expected()]
-
-    def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
-        """Return the batches to which ``arrays`` belong, at most one per dataset."""
-        found: list[Handed] = []
-        for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
-            batch = each.find(arrays)
-            if batch is not None:
-                found.append(batch)
-                arrays = [array for array in arrays if not batch.arrays_among([array])]
-        return found
-
-
 def arrays_in(batch: object, depth: int = 8) -> Iterator[TensorOrArray]:
     """Yield the tensors and arrays of a batch. The depth is limited, since a list can contain itself."""
     if isinstance(batch, (Tensor, np.ndarray)):

@@ -2,10 +2,11 @@
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ms_gradaccum.loops.data_position import DataPosition
-from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, arrays_in, rows_of
+from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, TensorOrArray, arrays_in, rows_of
 
 
 class Positioned(Protocol):
@@ -33,37 +34,80 @@ class LoopData:
         self.numbers = itertools.count()
         # Positions from a loaded state at which the datasets continue, by the number of the dataset.
         self.positions: dict[int, DataPosition] = {}
-        self.passes = ActivePasses()
+        self._open: list[HandedBatches] = []  # The passes that have handed out a batch, the innermost last.
+        # The passes that may still be trained. Strong references, since a loop may keep only the batches.
+        self._recent: list[HandedBatches] = []
+        self.trained: list[HandedBatches] = []  # The sources of the last trained batches.
         # The prepared batches that the current batch consists of.
         self.batches: list[Handed] = []
 
-    def expect(self) -> DataBatch:
-        """Begin a batch. It is expected to be the one that the datasets hand out next."""
-        self.batches = self.passes.coming()
-        return self.expect_again()
+    def begin(self, handed: HandedBatches) -> bool:
+        """Begin a pass. Return whether it begins during a pass over another dataset that is trained with this one."""
+        # If the loop fetches ahead, it still trains the rest of the last pass.
+        if handed.depth or not handed.is_ahead:
+            handed.waiting.clear()
+        handed.is_ahead = handed.is_ahead and not handed.depth
+        handed.is_open = True
+        handed.is_shuffled = False
+        handed.newest = None
+        handed.depth = 0
+        others = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
+        self._recent = [*others[-7:], handed]
+        is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
+        handed.restarts = handed.restarts or is_inside
+        return is_inside
 
-    def expect_again(self) -> DataBatch:
-        """Begin the current batch once more."""
+    def hand_out(self, batch: Handed) -> None:
+        """Record a batch that goes to the loop. Passes that have begun after its own, inside it, are then over."""
+        self._leave(batch.source)
+        self._open.append(batch.source)
+        batch.source.newest = batch
+        batch.source.waiting.append(batch)
+
+    def end(self, handed: HandedBatches, is_left: bool) -> None:
+        """End a pass; ``is_left`` if the loop has left it early."""
+        self._leave(handed)
+        handed.is_open = False
+        if is_left:
+            handed.waiting.clear()
+
+    def _leave(self, handed: HandedBatches) -> None:
+        if handed in self._open:
+            del self._open[self._open.index(handed) :]
+
+    def coming(self) -> list[Handed]:
+        """Return the batches that the loop is expected to train next."""
+        fetched = [each for each in self._recent if each.are_fetched][-1:]
+        sources = [each for each in self.trained if each.waiting] or self._open[-1:] or fetched
+        return [each.expected()[0] for each in sources if each.expected()]
+
+    def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
+        """Return the batches to which ``arrays`` belong, at most one per dataset."""
+        found: list[Handed] = []
+        for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
+            batch = each.find(arrays)
+            if batch is not None:
+                found.append(batch)
+                arrays = [array for array in arrays if not batch.arrays_among([array])]
+        return found
+
+    def expect(self, batches: list[Handed]) -> DataBatch:
+        """Begin a batch, or begin it once more. It is expected to consist of these ``batches``."""
+        self.batches = batches
         self.is_known = False
         self.piece_rows = None
-        is_last = any(each.ends_with(each.source.piece_rows) for each in self.batches)
-        return DataBatch(is_last, self.batches[0].epoch if self.batches else None)
-
-    def expect_none(self) -> None:
-        """Begin a batch that no dataset has handed out."""
-        self.batches = []
-        self.is_known = False
-        self.piece_rows = None
+        is_last = any(each.ends_with(each.source.piece_rows) for each in batches)
+        return DataBatch(is_last, batches[0].epoch if batches else None)
 
     def recognise(self, inputs: object, weight: float) -> None:
         """Determine the batch that ``inputs`` are, or are a piece of, with this weight."""
         arrays = list(arrays_in(inputs))
-        found = self.passes.find(arrays)
+        found = self.find(arrays)
         if found:
             if self.is_known:
                 found = list(dict.fromkeys([*self.batches, *found]))
             self.batches = found
-            self.passes.trained = [each.source for each in found]
+            self.trained = [each.source for each in found]
             self.is_known = True
             self.piece_rows = None
         elif not self.is_known:

@@ -80,9 +80,9 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             self.batches = 0
         # This comes first, because a schedule can raise before anything has begun.
         if joined is None:
-            self._count_batch(self.data.expect())
+            self._count_batch(self.data.expect(self.data.coming()))
         else:
-            self.data.expect_none()
+            self.data.expect([])
             self._count_batch(joined)
         for trained in self.windows:
             trained.begin_batch(self.is_last_batch)
@@ -120,7 +120,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             self.batches -= 1
             self.is_last_batch = False
             self.events.batches -= 1
-            self.data.expect_none()
+            self.data.expect([])
 
     def _leave(self, was_open: bool) -> None:
         """Leave a batch, before which the window ``was_open`` or not."""
@@ -176,7 +176,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Return the weight of a batch: the given one or the rows that a prepared dataset knows; or warn."""
         if weight is not None:
             return check_weight(weight)
-        batches = self.data.batches if self.in_batch else self.data.passes.coming()
+        batches = self.data.batches if self.in_batch else self.data.coming()
         lengths = {each.length for each in batches}
         rows = None
         if len(lengths) == 1 and trained.network.batch_axis == 0:
@@ -192,7 +192,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Begin or continue a pass; warn if the previous pass over the same data left a window open."""
         is_over = bool(handed.depth) or not handed.waiting
         is_next = handed.current is not None and is_over and not is_resumed and not self.is_withheld
-        is_inside = self.data.passes.begin(handed)
+        is_inside = self.data.begin(handed)
         if is_next and not is_inside and self.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
 
@@ -272,7 +272,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Begin a window, with the current batch or with the rest of it."""
         self.batches = 0
         if self._awaits_batch:
-            self._count_batch(self.data.expect_again())
+            self._count_batch(self.data.expect(self.data.batches))
         elif self.in_batch:
             self.batches = 1
 
