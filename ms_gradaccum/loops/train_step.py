@@ -71,39 +71,6 @@ class WindowDriver(Generic[_W]):
         """Return the number of batches in the buffers, with those of graphs. It is read from the device."""
         return max(window.count.read() for window in self.windows)
 
-    def begin_batch(self, steps: int) -> None:
-        """Begin the next batch of a window of so many."""
-        self.in_batch = True
-        self.batches = 1
-        if steps > 1:
-            self.batches += self.windows[0].count.get()
-        # A loaded checkpoint may have more batches.
-        self.is_last_batch = self.batches >= steps
-        self.events.batches += 1
-
-    def check_between_batches(self, caller: str) -> None:
-        """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
-        if self.in_batch:
-            raise RuntimeError(
-                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
-                f"the step, or in a callback's on_update_end()."
-            )
-
-    def close(self, window: _W) -> StepOutput:
-        """End the window of one network, and tell the listeners before and after."""
-        try:
-            self.events.tell("on_update_begin")
-        except BaseException as error:
-            # Otherwise its rows would be in the next window, too.
-            window.discard(for_all=True)
-            if window.can_continue_after(error):
-                self.events.update_end(window.close())
-            raise
-        output = window.close()
-        self.in_batch = False
-        self.events.update_end(output)
-        return output
-
     def begin_flush(self, batches: int) -> bool:
         """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
         most = self.windows[0].reducers[0].most("flushes its window", batches)
@@ -146,7 +113,6 @@ class HostDrivenStep(WindowDriver[Window], Step):
         # The parts for use inside a larger graph.
         (self.reducer,) = self.window.reducers
         (self.end,) = self.window.ends.of_optimizers
-        self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
         self.number = number_of(self)
 
@@ -167,10 +133,14 @@ class HostDrivenStep(WindowDriver[Window], Step):
 
     def _batch(self, batch: Batch | None) -> StepOutput:
         """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
-        steps = self.accumulation_steps
-        if self.has_schedule:
-            steps = self.steps_of_window()
-        self.begin_batch(steps)
+        steps = self.steps_of_window()
+        self.in_batch = True
+        self.batches = 1
+        if steps > 1:
+            self.batches += self.window.count.get()
+        # A loaded checkpoint may have more batches.
+        self.is_last_batch = self.batches >= steps
+        self.events.batches += 1
         try:
             if batch is None:
                 self.window.micro_steps.join()
@@ -190,9 +160,32 @@ class HostDrivenStep(WindowDriver[Window], Step):
 
     def _end_batch(self) -> StepOutput:
         if self.is_last_batch:
-            return self.close(self.window)
+            return self._close()
         self.window.count.set(self.batches)
         return self.window.partial_output()
+
+    def _close(self) -> StepOutput:
+        """End the window, and tell the listeners before and after."""
+        try:
+            self.events.tell("on_update_begin")
+        except BaseException as error:
+            # Otherwise its rows would be in the next window, too.
+            self.window.discard(for_all=True)
+            if self.window.can_continue_after(error):
+                self.events.update_end(self.window.close())
+            raise
+        output = self.window.close()
+        self.in_batch = False
+        self.events.update_end(output)
+        return output
+
+    def check_between_batches(self, caller: str) -> None:
+        """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
+        if self.in_batch:
+            raise RuntimeError(
+                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
+                f"the step, or in a callback's on_update_end()."
+            )
 
     def open_batches(self) -> int:
         return 0 if self.accumulation_steps == 1 else super().open_batches()
@@ -201,7 +194,7 @@ class HostDrivenStep(WindowDriver[Window], Step):
         self.check_between_batches("flush")
         if not self.begin_flush(self.open_batches()):
             return None
-        output = self.close(self.window)
+        output = self._close()
         if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
             return None
         return output
