@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, 
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -37,12 +37,12 @@ def unraised(owner: str) -> str:
 class WindowReduction(nn.Cell):
     """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
 
-    def __init__(self, owner: str, optimizer: nn.Cell, reducer: GradientReducer, loss_scale: nn.Cell) -> None:
+    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.owner = owner
+        owner = settings.owner
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.loss_scale = loss_scale
+        self.loss_scale = settings.precision.loss_scale
         self.learning_rate = LearningRate(optimizer)
         # The graph contains the learning rate, which is user code, unless the optimizer runs op by op.
         self.compiled_report = Compiled(lambda: Method(self, "report", True), owner, "the report")
@@ -112,7 +112,7 @@ class BuiltUpdates:
         update = self.update
         if clip is not None:
             settings = replace(self.settings, clip=clip)
-            update = Update(update.optimizer, update.reducer, settings, update.handed_scale)
+            update = Update(update.optimizer, update.reducer, settings)
             like_mode(update, self.update)
         update.needs_call = needs_call(update.optimizer)
         built: Compiled | EagerUpdate
@@ -142,10 +142,9 @@ class WindowEnd(nn.Cell):
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
         self.buffer = reducer.buffer
-        loss_scale = settings.precision.loss_scale
-        self.reduction = WindowReduction(settings.owner, optimizer, reducer, loss_scale)
+        self.reduction = WindowReduction(optimizer, reducer, settings)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, loss_scale))
+        self.update = Update(optimizer, reducer, settings)
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -216,8 +215,8 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.reduction.owner}', the argument 'optimizer' must keep its {known} parameters, but got "
-                f"{count}. Build a new step after add_param_group()."
+                f"For '{self.updates.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
+                f"but got {count}. Build a new step after add_param_group()."
             )
         self.is_eager = runs_eagerly(self.updates.compiles)
         if self.is_eager:
