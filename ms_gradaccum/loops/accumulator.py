@@ -431,7 +431,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.reduce().report.grad_norm for trained in full]
+        norms = [trained.reduce().outputs[0].grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

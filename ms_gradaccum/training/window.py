@@ -218,6 +218,8 @@ class Window:
         if self.advisor.is_on:
             self.advisor.before_update()
         try:
+            if self.reducers[0].grads_are_reduced:
+                self.reshard()
             report = self.ends.finish(full, clip)
         except BaseException:
             self.discard()
@@ -229,7 +231,8 @@ class Window:
 
     def reshard(self) -> None:
         """Cut the parameters that an evaluation has left whole."""
-        self.ends.reshard()
+        for reducer in self.reducers:
+            reducer.reshard()
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""

@@ -256,10 +256,6 @@ class FullWindow(NamedTuple):
     outputs: list[StepOutput]  # One for each optimizer.
     is_bad: Tensor  # True if the loss scale was too large, also for a micro batch that was dropped.
 
-    @property
-    def report(self) -> StepOutput:
-        return self.outputs[0]
-
 
 class WindowEnds:
     """The ends of a window for all optimizers of its network, with one norm, one decision and one loss scale."""
@@ -297,25 +293,26 @@ class WindowEnds:
             is_bad, output = end.reduce()
             are_bad.append(is_bad)
             outputs.append(output)
+        is_bad = are_bad[0]
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
+            is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))  # Another one may have an overflow.
         limit = self.settings.norm_limit
         if limit.given is not None:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
-        return FullWindow(outputs, are_bad[0])
+        return FullWindow(outputs, is_bad)
 
     def finish(self, window: FullWindow, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
-        if self.reducers[0].grads_are_reduced:
-            self.reshard()
         updated = window.outputs[0].is_updated
         if updated:
             window = window._replace(outputs=self._update(window.outputs, clip))
         else:
             window = self._skip(window)
-        if self.settings.precision.loss_scale.searches:
-            self._adjust_scale(updated, window)
+        loss_scale = self.settings.precision.loss_scale
+        if loss_scale.searches:
+            loss_scale.adjust(updated, window.is_bad)
         outputs = window.outputs
         if updated:
             self.overflows_in_a_row = 0
@@ -329,11 +326,6 @@ class WindowEnds:
         if len(outputs) == 1:
             return outputs[0]
         return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
-
-    def reshard(self) -> None:
-        """Cut the parameters that an evaluation has left whole."""
-        for reducer in self.reducers:
-            reducer.reshard()
 
     def _update(self, reports: list[StepOutput], clip: Clip | None) -> list[StepOutput]:
         """Run the optimizers. Return their reports."""
@@ -353,15 +345,22 @@ class WindowEnds:
 
     def _skip(self, window: FullWindow) -> FullWindow:
         """Clear the buffers without an update. Return the window as it is reported."""
-        first = window.report
+        first = window.outputs[0]
         weight = float(first.weight.asnumpy())
         if self.reducers[0].is_distributed and weight == -math.inf:
             warn(
                 f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
                 f"See the log of that rank."
             )
-            outputs = [output._replace(**_nothing()) for output in window.outputs]
-            window = FullWindow(outputs, is_bad=Tensor(False))
+            zero = Tensor(0.0, ms.float32)
+            nothing = {
+                "overflow": Tensor(False),
+                "weight": zero,
+                "loss": Tensor(math.nan, ms.float32),
+                "grad_norm": zero,
+                "clipped_grad_norm": zero,
+            }
+            window = FullWindow([output._replace(**nothing) for output in window.outputs], is_bad=Tensor(False))
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
         elif weight > 0:  # Only the limit of the norm is left as a reason.
@@ -372,25 +371,6 @@ class WindowEnds:
         for reducer in self.reducers:
             reducer.buffer.clear()
         return window
-
-    def _adjust_scale(self, updated: bool, window: FullWindow) -> None:
-        """Let the loss scale follow the window."""
-        bad = window.is_bad
-        if len(window.outputs) > 1:  # Another optimizer may have an overflow.
-            bad = Tensor(window.report.has_overflow or bool(bad.asnumpy()))
-        self.settings.precision.loss_scale.adjust(updated, bad)
-
-
-def _nothing() -> dict[str, Tensor]:
-    """Return the fields of a report on a window without a batch."""
-    zero = Tensor(0.0, ms.float32)
-    return {
-        "overflow": Tensor(False),
-        "weight": zero,
-        "loss": Tensor(math.nan, ms.float32),
-        "grad_norm": zero,
-        "clipped_grad_norm": zero,
-    }
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:
