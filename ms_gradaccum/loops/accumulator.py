@@ -40,7 +40,9 @@ from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window_length import AccumulationSteps
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypeVarTuple, Unpack
+
+    _Others = TypeVarTuple("_Others")
 
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
@@ -49,8 +51,6 @@ _Reduction = Literal["mean", "sum"]
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_C = TypeVar("_C")
-_D = TypeVar("_D")
 
 
 class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
@@ -209,15 +209,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
-    def prepare(self, first: _A, second: _B, /) -> tuple[_A, _B]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, /) -> tuple[_A, _B, _C]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, fourth: _D, /) -> tuple[_A, _B, _C, _D]: ...
-    @overload
-    def prepare(
-        self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
-    ) -> tuple[object, ...]: ...
+    def prepare(self, first: _A, second: _B, /, *others: "Unpack[_Others]") -> "tuple[_A, _B, Unpack[_Others]]": ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
