@@ -345,12 +345,13 @@ class Model(FrozenAfterInit, ms.Model):
 
     def _train(self, epoch: int, train_dataset: Dataset, callbacks: Any = None, **kwargs: Any) -> object:
         callbacks = self._transform_callbacks(callbacks)
-        if not isinstance(self._train_network, TrainOneStepCell):
+        train_step = self._train_network
+        if not isinstance(train_step, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
-        if self._train_network.windows[0].is_distributed:
+        if train_step.windows[0].is_distributed:
             self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
-        self._train_network.adopt(callbacks)
+        train_step.adopt(callbacks)
         checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
         if is_unbatched(train_dataset):
             warn_of_single_rows(_OWNER, first_batch(train_dataset))
@@ -362,17 +363,17 @@ class Model(FrozenAfterInit, ms.Model):
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
         others = [each for each in callbacks if each not in checkpoints]
         callbacks = [steps, *others, *checkpoints]
-        if self._train_network.windows[0].is_distributed:
+        if train_step.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and has_data_sink():
-            self._train_network.body.check_in_graph()
+            train_step.body.check_in_graph()
             # A graph will train the batches, so the loss must be measured before.
-            self._train_network.body.measure_loss(first_batch(train_dataset))
-        self._train_network.body.epoch_of = steps.epoch_of
+            train_step.body.measure_loss(first_batch(train_dataset))
+        train_step.body.epoch_of = steps.epoch_of
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._train_network.events.listening(callbacks))
+                stack.enter_context(train_step.events.listening(callbacks))
                 stack.enter_context(steps.order.begun())
                 for checkpoint in checkpoints:
                     stack.enter_context(checkpoint.watching(self))
@@ -381,11 +382,11 @@ class Model(FrozenAfterInit, ms.Model):
         except BaseException:
             if self.last_window != "carry":
                 # The next training must not start in the middle of this window.
-                self._train_network.drop()
+                train_step.drop()
             raise
         finally:
             self._steps = None
-            self._train_network.body.epoch_of = None
+            train_step.body.epoch_of = None
 
     def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
         """Raise on all ranks if they are told different things. Collective."""
