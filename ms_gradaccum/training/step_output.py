@@ -164,7 +164,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as a NamedTuple does, without `other_losses`, which are not scalars."""
-        return {name: getattr(self, name) for name in self._fields}
+        return dict(zip(self._fields, self._report))
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as a NamedTuple does."""
