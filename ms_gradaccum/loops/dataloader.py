@@ -10,7 +10,7 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import State, argument_error, typed
+from ms_gradaccum._checks import State, typed
 from ms_gradaccum.loops.data_position import DataPosition, Sources, is_unbatched, rest_of, warn_of_single_rows
 from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, arrays_in
 from ms_gradaccum.loops.loop_driver import LoopDriver
@@ -189,5 +189,7 @@ def prepare(item: object, driver: LoopDriver) -> object:
         return item
     if isinstance(item, Iterable) and not isinstance(item, type):
         return PreparedDataset(item, driver)
-    rule = "a dataset, a learning rate scheduler or a Cell"
-    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), "Give the data of the loop."))
+    raise TypeError(
+        f"For '{_OWNER}', the argument 'objects' must be a dataset, a learning rate scheduler or a Cell, but got "
+        f"{typed(item)}. Give the data of the loop."
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext
 
-from ms_gradaccum._checks import argument_error, check_choice, warn
+from ms_gradaccum._checks import check_choice, warn
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
 from ms_gradaccum.loops.data_position import DataPosition, SampleOrder
@@ -189,9 +189,10 @@ class PassSteps(Callback):
         is_carried = self.model.last_window == "carry" or is_whole
         if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
-            rule = "-1 or a divisor of the batches of a pass that ends inside a window"
-            remedy = "Give last_window='carry', or a pass of whole windows."
-            raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 or a divisor of the batches of a pass that ends "
+                f"inside a window, but got {got}. Give last_window='carry', or a pass of whole windows."
+            )
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
         """Warn of a list of learning rates that has not an entry for each update of the first training."""

@@ -12,7 +12,6 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
-    argument_error,
     check_cell,
     check_choice,
     check_construct,
@@ -420,7 +419,9 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     if not isinstance(weighted, bool):
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
         if weighted != "mean":
-            raise ValueError(argument_error(owner, "weighted", "a bool or 'mean'", repr(weighted), remedy))
+            raise ValueError(
+                f"For '{owner}', the argument 'weighted' must be a bool or 'mean', but got {weighted!r}. {remedy}"
+            )
     return weighted
 
 

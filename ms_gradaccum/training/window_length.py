@@ -104,7 +104,9 @@ def check_schedule(owner: str, name: str, schedule: Schedule) -> None:
     if isinstance(schedule, dict):
         _check_milestones(owner, name, schedule)
     elif not (isinstance(schedule, BySamples) or _is_function(schedule)):
-        raise TypeError(check.argument_error(owner, name, _RULE, check.typed(schedule), _example(name)))
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be {_RULE}, but got {check.typed(schedule)}. {_example(name)}"
+        )
 
 
 def _is_function(value: object) -> TypeGuard[Callable[[int], int]]:
@@ -120,11 +122,13 @@ def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None
     remedy = _example(name)
     check.check_type(owner, name, milestones, dict, "a dict", remedy)
     if not milestones:
-        raise ValueError(check.argument_error(owner, name, _RULE, "an empty dict", remedy))
+        raise ValueError(f"For '{owner}', the argument '{name}' must be {_RULE}, but got an empty dict. {remedy}")
     for key, steps in milestones.items():
         check.check_type(owner, name, key, int, "a dict with ints as keys", remedy)
         if key < 0:
-            raise ValueError(check.argument_error(owner, name, "a dict with keys of at least 0", key, remedy))
+            raise ValueError(
+                f"For '{owner}', the argument '{name}' must be a dict with keys of at least 0, but got {key}. {remedy}"
+            )
         check.check_positive_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 
 
