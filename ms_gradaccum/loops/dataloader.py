@@ -12,7 +12,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum._checks import State, typed
 from ms_gradaccum.loops.data_position import DataPosition, Sources, is_unbatched, rest_of, warn_of_single_rows
-from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, arrays_in
+from ms_gradaccum.loops.loop_data import Handed, HandedBatches, arrays_in
 from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.parallel.world import current_world, gather_counts

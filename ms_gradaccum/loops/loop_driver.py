@@ -7,8 +7,7 @@ from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, warn
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.loops.handed_batches import HandedBatches
-from ms_gradaccum.loops.loop_data import DataBatch, LoopData
+from ms_gradaccum.loops.loop_data import DataBatch, HandedBatches, LoopData
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
 from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
 from ms_gradaccum.loops.train_step import WindowDriver
