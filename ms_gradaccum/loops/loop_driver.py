@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import State, warn
-from ms_gradaccum.backend.optimizers import check_claims
+from ms_gradaccum.backend.optimizers import check_claims, optimizers_in
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.loop_data import DataBatch, HandedBatches, LoopData
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
@@ -249,7 +249,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         ends = []
         for trained in self.windows:
             ends += trained.ends.of_optimizers
-        followed = [end for end in ends if end.runs(scheduler.optimizer)]
+        followed = [end for end in ends if scheduler.optimizer in optimizers_in(end.update.optimizer)]
         for end in followed or ends:
             end.followers.append(scheduler.note_update)
 

@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, 
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -192,10 +192,6 @@ class WindowEnd(nn.Cell):
         report["updated"] = updated
         report["clipped_grad_norm"] = clipped_norm
         return items_of(report, others)
-
-    def runs(self, optimizer: nn.Cell) -> bool:
-        """Return whether this end runs ``optimizer``, maybe inside another one."""
-        return any(optimizer is each for each in optimizers_in(self.update.optimizer))
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         reduction = self.reduction
