@@ -358,23 +358,6 @@ def listed(names: Sequence[str], most: int) -> str:
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
-def warn_of_dropped(owner: str, batches: int) -> None:
-    """Warn if the failure of a batch drops earlier batches of its window."""
-    if batches:
-        warn(
-            f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
-            f"it. The next batch begins a new window."
-        )
-
-
-def warn_of_open(owner: str, batches: int, when: str) -> None:
-    """Warn of an unfinished window."""
-    warn(
-        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update was made with "
-        f"it. Call flush() after the loop, or drop() to discard it."
-    )
-
-
 class DamagedState(ValueError):
     """Error for a saved state that is damaged or belongs to another program."""
 

@@ -23,10 +23,11 @@ _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
 
 
-class LoopDriver(WindowDriver[TrainedNetwork]):
+class LoopDriver(WindowDriver):
     """Drives the windows of all networks of a loop, which begins its batches and ends its windows itself."""
 
     owner = _OWNER
+    windows: Sequence[TrainedNetwork]
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.

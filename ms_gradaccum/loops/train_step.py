@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
@@ -12,9 +12,10 @@ from ms_gradaccum._checks import (
     FrozenAfterInit,
     NonCopyable,
     check_construct,
+    counted,
     refuse_nameless,
     refuse_unknown,
-    warn_of_open,
+    warn,
 )
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -44,10 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OWNER = "TrainOneStepCell"
-_W = TypeVar("_W", bound=Window)
 
 
-class WindowDriver(Generic[_W]):
+class WindowDriver:
     """Drives the windows of a training, one for each network: counts their batches, ends them, tells the listeners."""
 
     # The number of the current or last batch in its window. The buffers store it, too.
@@ -58,7 +58,7 @@ class WindowDriver(Generic[_W]):
     has_warned_of_open = False
     owner: str  # The class that the user called.
 
-    def __init__(self, windows: Sequence[_W], events: Events) -> None:
+    def __init__(self, windows: Sequence[Window], events: Events) -> None:
         self.windows = windows
         self.events = events
 
@@ -90,10 +90,14 @@ class WindowDriver(Generic[_W]):
         """Warn, once, if there is an unfinished window."""
         if self.is_open and not self.has_warned_of_open:
             self.has_warned_of_open = True
-            warn_of_open(self.owner, self.open_batches(), when)
+            batches = WindowDriver.open_batches(self)  # A step of one batch may have loaded a longer window.
+            warn(
+                f"For '{self.owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update "
+                f"was made with it. Call flush() after the loop, or drop() to discard it."
+            )
 
 
-class HostDrivenStep(WindowDriver[Window], Step):
+class HostDrivenStep(WindowDriver, Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mindspore import Tensor, nn
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import MAX_INT, State, counted, is_count, is_lost, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, counted, is_count, is_lost, warn
 from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -186,7 +186,11 @@ class Window:
         if progress.has_run:
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches)
+            if batches:
+                warn(
+                    f"For '{self.owner}', a batch failed inside a window, which also discards "
+                    f"{counted(batches, 'batch')} before it. The next batch begins a new window."
+                )
         if self.can_continue_after(error):
             self.micro_steps.join(progress.rounds_left)
 
