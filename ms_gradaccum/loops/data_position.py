@@ -261,7 +261,9 @@ class SampleOrder:
         """Return the position after so many passes and batches of the next one."""
         if self.sources is not None:
             self.sources.check_known(self.dataset, self.ranks)
-        first = self.first_epoch
+        epoch = self.first_epoch + passes
+        place: int | None = batches
         if batches == 0:  # Between two passes, it is the end of the last one.
-            return DataPosition(first + passes - 1, None, self.length, self.sources, self.ranks, first_epoch=first)
-        return DataPosition(first + passes, batches, self.length, self.sources, self.ranks, first_epoch=first)
+            epoch -= 1
+            place = None
+        return DataPosition(epoch, place, self.length, self.sources, self.ranks, first_epoch=self.first_epoch)

@@ -87,7 +87,12 @@ class PreparedDataset:
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
         taken, sources, random_now = self._begin()
-        missing = self._missing_after(taken) if self.ranks > 1 else 0
+        missing = 0  # The number of batches more than this process that the one with the most has left.
+        if self.ranks > 1:
+            left = len(self) - taken
+            lengths = gather_counts("begins a pass over its data", left)
+            self.common = taken + min(lengths)
+            missing = max(lengths) - left
         is_left = True
         try:
             with sources.begun(self.dataset, random_now):
@@ -111,13 +116,6 @@ class PreparedDataset:
                 self.driver.join_others(missing, self.epoch)
         finally:
             self.driver.data.end(self.handed, is_left)
-
-    def _missing_after(self, taken: int) -> int:
-        """Return how many batches more than this process the one with the most has left. Collective."""
-        left = len(self) - taken
-        lengths = gather_counts("begins a pass over its data", left)
-        self.common = taken + min(lengths)
-        return max(lengths) - left
 
     def _begin(self) -> tuple[int, Sources, State | None]:
         """Begin or resume a pass. Return the batches to skip, its order, and the states after its first batch."""
