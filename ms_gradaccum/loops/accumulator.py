@@ -34,7 +34,7 @@ from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
 from ms_gradaccum.training.events import Events, Observed
-from ms_gradaccum.training.micro_steps import Batch
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import reducers_of
@@ -338,7 +338,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         given = trained.checked_weight(weight)
         with self.driver.batch_of(trained):
             self.driver.recognise((args, kwargs))
-            return trained.backward(Batch(args, kwargs, self.driver.is_last_batch, given))
+            return trained.backward(WindowBatch(args, kwargs, self.driver.is_last_batch, given))
 
     def __call__(
         self,

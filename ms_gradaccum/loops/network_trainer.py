@@ -28,7 +28,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch, where_finite
-from ms_gradaccum.training.micro_steps import Batch
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -130,7 +130,7 @@ class TrainedNetwork(Window):
             )
         return check_weight(weight)
 
-    def backward(self, batch: Batch) -> Tensor:
+    def backward(self, batch: WindowBatch) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
             result = self.add(batch)

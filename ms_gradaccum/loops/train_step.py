@@ -29,7 +29,7 @@ from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
-from ms_gradaccum.training.micro_steps import Batch
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import (
     STEP_REMEDY,
     StepOptions,
@@ -130,12 +130,12 @@ class HostDrivenStep(WindowDriver, Step):
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        return self._batch(Batch(args, kwargs))
+        return self._batch(WindowBatch(args, kwargs))
 
     def join(self) -> StepOutput:
         return self._batch(None)
 
-    def _batch(self, batch: Batch | None) -> StepOutput:
+    def _batch(self, batch: WindowBatch | None) -> StepOutput:
         """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
         steps = self.steps_of_window()
         self.in_batch = True

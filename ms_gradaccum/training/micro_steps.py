@@ -41,7 +41,7 @@ _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 
 
-class Batch(NamedTuple):
+class WindowBatch(NamedTuple):
     """A batch of a window."""
 
     args: Args
@@ -150,7 +150,7 @@ class MicroSteps:
         self.advisor.after_build(len(self.compiled))
         return compiled
 
-    def run(self, batch: Batch, progress: BatchProgress) -> BatchResult:
+    def run(self, batch: WindowBatch, progress: BatchProgress) -> BatchResult:
         """Add one batch. If this raises, ``progress`` says how far the batch has come."""
         is_eager = runs_eagerly(self.settings.compiles)
         if is_eager:

@@ -20,7 +20,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import is_half
-from ms_gradaccum.training.micro_steps import Batch, BatchProgress, BatchResult, MicroSteps
+from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps, WindowBatch
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -131,7 +131,7 @@ class Window:
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, batch: Batch) -> BatchResult:
+    def add(self, batch: WindowBatch) -> BatchResult:
         """Add one batch."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
@@ -146,7 +146,7 @@ class Window:
             self.ranks.note_first("batch", (batch.args, batch.kwargs))
         return result
 
-    def _run_steps(self, batch: Batch) -> BatchResult:
+    def _run_steps(self, batch: WindowBatch) -> BatchResult:
         """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
         while True:
             progress = BatchProgress()
