@@ -77,20 +77,6 @@ class Passes:
         """True if all processes can continue from the last step: either all or none have run out of data."""
         return self.batches == 0 or self.batches < self.common or self.common == self.steps
 
-    def position(self, order: SampleOrder) -> DataPosition:
-        """Return the position of this process in its data, after a step."""
-        if self.in_sinks:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
-                f"{_PASSES_ONLY}"
-            )
-        if not self.is_common:
-            raise RuntimeError(
-                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
-                f"{self.batches} where some have only {self.common}. Save it earlier, or at the end of the pass."
-            )
-        return order.position(self.done // self.steps, self.batches)
-
     def end_shorter(self) -> None:
         """Go on as if a pass had the size that it says, and warn unless it has."""
         batches = self.done - self.begun
@@ -154,7 +140,19 @@ class PassSteps(Callback):
         return self.order.first_epoch + max(0, self.passes.done - open_batches) // self.passes.steps
 
     def position(self) -> DataPosition:
-        return self.passes.position(self.order)
+        """Return the position of this process in its data, after a step."""
+        passes = self.passes
+        if passes.in_sinks:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
+                f"{_PASSES_ONLY}"
+            )
+        if not passes.is_common:
+            raise RuntimeError(
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
+                f"{passes.batches} where some have only {passes.common}. Save it earlier, or at the end of the pass."
+            )
+        return self.order.position(passes.done // passes.steps, passes.batches)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.run_context = run_context
