@@ -150,12 +150,6 @@ class Model(FrozenAfterInit, ms.Model):
         level = "O0"
         if optimizer is not None and precision is not None:
             level = precision.level
-        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
-        self._is_built = True
-
-    def _init_stock(
-        self, network: nn.Cell, loss_fn: Any, optimizer: Any, metrics: object, eval_network: Any, *args: object
-    ) -> None:
         check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
         if loss_fn is not None:
             check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
@@ -170,8 +164,8 @@ class Model(FrozenAfterInit, ms.Model):
         network = adopted(network)
         if isinstance(network, AutoParallel) and not can_partition():
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
-            if self._options.get("parallel", "auto") == "auto" and optimizer is not None:
-                self._options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
+            if options.get("parallel", "auto") == "auto" and optimizer is not None:
+                options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
             network = adopted(network.network)
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             raise ValueError(
@@ -180,11 +174,12 @@ class Model(FrozenAfterInit, ms.Model):
                 "GradAccumulation'."
             )
         try:
-            super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
+            super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             clear_auto_parallel_context(network)
             raise
+        self._is_built = True
 
     def _build_train_network(self) -> nn.Cell:
         inner = self._network
