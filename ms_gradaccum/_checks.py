@@ -268,14 +268,6 @@ def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
     return check_type(owner, name, value, nn.Cell, "an nn.Cell", remedy)
 
 
-def check_accumulation_steps(owner: str, value: object) -> int:
-    """Return ``value`` if it is a valid number of batches per update."""
-    remedy = "It counts the batches of one update; 1 means an update per batch."
-    if isinstance(value, nn.Cell):
-        remedy = LOSS_INSIDE
-    return check_positive_int(owner, "accumulation_steps", value, remedy)
-
-
 def check_micro_size(value: object) -> int:
     """Return ``value`` if it is a positive int, or 1 for "auto": batches are split where memory runs out."""
     if isinstance(value, str) and value == "auto":

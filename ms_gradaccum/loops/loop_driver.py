@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import State, warn
+from ms_gradaccum._checks import State, all_or_nothing, check_saved, check_saved_list, is_count, is_flag, warn
 from ms_gradaccum.backend.optimizers import check_claims, optimizers_in
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.loop_data import DataBatch, HandedBatches, LoopData
@@ -20,7 +19,7 @@ UNWEIGHTED = (
     "rows. Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 _BETWEEN = "Call it at the end of the loop's body."
-_COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
+_COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 
 
 class LoopDriver(WindowDriver):
@@ -212,10 +211,10 @@ class LoopDriver(WindowDriver):
 
     def load_state_dict(self, saved: State) -> None:
         """Restore what `state_dict` has returned. The windows of the networks must have loaded their states before."""
-        flags = check.check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), check.is_flag))
-        schedulers = check.check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
-        counts = check.check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
-        with check.all_or_nothing(self):
+        flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
+        schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
+        counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
+        with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
         self.is_last_batch = flags["ends"]

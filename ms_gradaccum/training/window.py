@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import MAX_INT, State, counted, is_count, is_lost, warn
+from ms_gradaccum._checks import MAX_INT, State, check_saved, check_saved_list, counted, is_count, is_lost, warn
 from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -116,11 +115,11 @@ class Window:
         return state
 
     def load_state_dict(self, saved: State) -> None:
-        counts = check.check_saved(saved, "how many batches and overflows its windows had", _COUNTS)
+        counts = check_saved(saved, "how many batches and overflows its windows had", _COUNTS)
         groups = []
         if "groups" in saved:  # States of 0.2.0 have none.
             groups = groups_of(self.optimizers)
-        settings = check.check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
+        settings = check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
         steps: list[Callable[[], object]] = []
         for group, its in zip(groups, settings):
             steps += plain_state.plan_settings(group, its)
