@@ -1,7 +1,7 @@
 """Events of micro batches and updates, dispatched to the user's callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
 from mindspore import nn
@@ -114,15 +114,11 @@ class Events:
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
         """Within this context, add the ``callbacks`` that have event methods and do not listen yet."""
-        added = []
-        for callback in callbacks:
-            if _methods_of(callback) and not self.has_listener(callback):
-                added.append(self.add(callback))
-        try:
+        with ExitStack() as stack:
+            for callback in callbacks:
+                if _methods_of(callback) and not self.has_listener(callback):
+                    stack.callback(self.listeners.remove, self.add(callback))
             yield
-        finally:
-            for methods in added:
-                self.listeners.remove(methods)
 
     def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
