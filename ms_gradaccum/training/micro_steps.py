@@ -204,32 +204,30 @@ class MicroSteps:
         self, micro_batches: Sequence[MicroBatch], start: BackwardStart, batch_rows: float, weight: float | None
     ) -> list[MicroBatch]:
         """Return the micro batches with all inputs of a micro step."""
+        if weight is not None and start == "batch":
+            start = "mean"  # The share of the only micro batch is 1, also for 0 / 0.
         parts = []
         for rows, tensors in micro_batches:
-            if weight is None:
-                first = self.starts(start, rows, batch_rows)
-            else:
-                # The share of the only micro batch is 1, also for 0 / 0.
-                first = self.starts("sum" if start == "sum" else "mean", weight, weight)
+            first = self.starts(start, rows if weight is None else weight, batch_rows)
             parts.append(MicroBatch(rows, (*first, *tensors)))
         return parts
 
     def _program(self, step: Compiled | EagerMicroStep, batch_rows: float | None) -> Program:
         """Return what adds the gradients of any rows, to measure it. With no ``batch_rows``, they are a batch."""
 
-        def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
+        def add(rows: Rows, step: Compiled | EagerMicroStep = step) -> None:
             first = self.starts(step.cell.backward_start, rows.size, batch_rows or rows.size)
             step(*first, *rows.tensors)
 
-        def run_anew(rows: Rows) -> None:
+        def add_anew(rows: Rows) -> None:
             if isinstance(step, Compiled):
                 # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
-                run(Compiled(step.make_cell, self.settings.owner, "the network", self.network.network), rows)
+                add(rows, Compiled(step.make_cell, self.settings.owner, "the network", self.network.network))
                 return
             step.begin_batch(rows.structure, 2)
-            run(step, rows)
+            add(rows)
 
-        return Program(functools.partial(run, step), run_anew, [each.buffer for each in self.reducers])
+        return Program(add, add_anew, [each.buffer for each in self.reducers])
 
     def _run_all(
         self, step: Compiled | EagerMicroStep, parts: Sequence[MicroBatch], inputs: Args, progress: BatchProgress
