@@ -109,7 +109,7 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.epochs = epochs  # The number of epochs, including those before this training.
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
-        self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
+        self.checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
         self.ranks = current_world(_OWNER).size
         self.order = SampleOrder(dataset, self.ranks, first_epoch)
         lengths = [self.order.length]
@@ -117,15 +117,15 @@ class PassSteps(Callback):
             lengths = gather_counts("begins to train a Model", self.order.length)
         self.passes = Passes(lengths)
 
-    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
+    def resume(self, epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
         if self.model.resumed_position is None:
-            if not checkpoints:
+            if not self.checkpoints:
                 raise ValueError(
                     f"For '{_OWNER}', the argument 'callbacks' must be a list with a StateCheckpoint for resume=True, "
                     f"but got none. Give StateCheckpoint(directory), or call load_state(model, directory) first."
                 )
-            checkpoints[0].resume_into(self.model)
+            self.checkpoints[0].resume_into(self.model)
         position = self.model.resumed_position
         self.model.resumed_position = None
         if position is None:
@@ -177,7 +177,7 @@ class PassSteps(Callback):
                 f"numbers of batches, but got True. Then each process ends with its own data."
             )
         got = f"{sink_size} with {self.order.length} batches in a pass"
-        if self.keeps_states or self.order.resumed is not None:
+        if self.checkpoints or self.order.resumed is not None:
             raise ValueError(
                 f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, but got {got}. "
                 f"{_PASSES_ONLY}"

@@ -347,17 +347,16 @@ class Model(FrozenAfterInit, ms.Model):
             self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
         train_step.adopt(callbacks)
-        checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
         if is_unbatched(train_dataset):
             warn_of_single_rows(_OWNER, first_batch(train_dataset))
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_position = None
-        elif not steps.resume(checkpoints, epoch, kwargs):
+        elif not steps.resume(epoch, kwargs):
             return None
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
-        others = [each for each in callbacks if each not in checkpoints]
-        callbacks = [steps, *others, *checkpoints]
+        others = [each for each in callbacks if each not in steps.checkpoints]
+        callbacks = [steps, *others, *steps.checkpoints]
         if train_step.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
@@ -370,7 +369,7 @@ class Model(FrozenAfterInit, ms.Model):
             with ExitStack() as stack:
                 stack.enter_context(train_step.events.listening(callbacks))
                 stack.enter_context(steps.order.begun())
-                for checkpoint in checkpoints:
+                for checkpoint in steps.checkpoints:
                     stack.enter_context(checkpoint.watching(self))
                 # MindSpore's wrappers, which save a last checkpoint, look for the keyword `callbacks`.
                 return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
