@@ -48,7 +48,7 @@ _OWNER = "TrainOneStepCell"
 
 
 class WindowDriver:
-    """Drives the windows of a training, one for each network: counts their batches, ends them, tells the listeners."""
+    """The driver of the windows of a training, one for each network, between two batches."""
 
     # The number of the current or last batch in its window. The buffers store it, too.
     batches = 0
