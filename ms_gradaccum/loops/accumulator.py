@@ -471,7 +471,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
         """
         chosen = chosen_of(self.windows, network)
-        check_claims(_OWNER, chosen)
+        check_claims(chosen)
         chosen[0].note_step()
         if not self.sync_gradients:
             return None
@@ -488,8 +488,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
 
         It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
-        check_claims(_OWNER, self.windows)
-        if not self.driver.begin_flush(self.driver.open_batches()):
+        check_claims(self.windows)
+        if not self.driver.begin_flush():
             return None
         return _one_or_all(self.driver.flush())
 

@@ -70,7 +70,7 @@ class LoopDriver(WindowDriver):
             raise error
 
     def _begin(self, joined: DataBatch | None) -> None:
-        check_claims(_OWNER, self.windows)
+        check_claims(self.windows)
         self._follow_others()
         if self.is_last_batch and self.is_open:
             remedy = "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."

@@ -71,9 +71,9 @@ class WindowDriver:
         """Return the number of batches in the buffers, with those of graphs. It is read from the device."""
         return max(window.count.read() for window in self.windows)
 
-    def begin_flush(self, batches: int) -> bool:
-        """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
-        most = self.windows[0].reducers[0].most("flushes its window", batches)
+    def begin_flush(self) -> bool:
+        """Return whether any rank has an open window. Collective."""
+        most = self.windows[0].reducers[0].most("flushes its window", self.open_batches())
         for window in self.windows:
             if window.ranks.is_on:
                 window.ranks.compare()
@@ -196,7 +196,7 @@ class HostDrivenStep(WindowDriver, Step):
 
     def flush(self) -> StepOutput | None:
         self.check_between_batches("flush")
-        if not self.begin_flush(self.open_batches()):
+        if not self.begin_flush():
             return None
         output = self._close()
         if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
@@ -426,7 +426,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     def check_claims(self) -> None:
         """Raise if the optimizer belongs to a step that was built later."""
-        check_claims(_OWNER, self.windows)
+        check_claims(self.windows)
 
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:

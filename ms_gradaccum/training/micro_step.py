@@ -71,8 +71,7 @@ def is_half(network: nn.Cell, precision: Precision) -> bool:
     """Return whether a network computes in 16 bits, or its loss is scaled."""
     cells = [cell for _, cell in network.cells_and_names()]
     is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
-    scales: bool = precision.loss_scale.scales
-    return is_converted or scales
+    return bool(is_converted or precision.loss_scale.scales)
 
 
 class MicroLoss(nn.Cell):
