@@ -273,21 +273,16 @@ class EagerMicroStep:
             clear_autograd_records()
         self.left -= 1
         self.reducer.begin_micro_batch(self.ends_window and self.left == 0)
-        values, grads = self._values_and_grads(share, tensors)
+        with op_by_op():
+            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
+            grad_fn = ops.value_and_grad(self._loss, None, self.cell.parameters, has_aux=True)
+            (_, *values), grads = grad_fn(share, *tensors)
         self.reducer.end_micro_batch()
         inputs = values if self.reducer.holds_grads else (*values, *grads)
         outputs: tuple[Tensor, ...] = self.adding(factor, *inputs, record=record)
         if self.gives_mean:
             return (*values[:2], NOTHING)
         return outputs
-
-    def _values_and_grads(self, share: Tensor, tensors: Outputs) -> tuple[Sequence[Tensor], Outputs]:
-        """Return the outputs of `WeightedLoss` and the gradients."""
-        with op_by_op():
-            grad_fn = ops.value_and_grad(self._loss, None, self.cell.parameters, has_aux=True)
-            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
-            (_, *values), grads = grad_fn(share, *tensors)
-        return values, grads
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = None if self.is_whole else share
