@@ -106,23 +106,20 @@ class MicroSteps:
     def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool, is_last: bool) -> Compiled | EagerMicroStep:
         """Return the callable that runs the micro batches of a batch, maybe the last one of its window."""
         if is_eager:
-            step = self.eager.get(is_empty) or self._build_eager(is_empty)
+            if is_empty not in self.eager:
+                lookup = sparse_lookup(self.network)
+                if lookup is not None:
+                    raise ValueError(
+                        f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
+                        f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
+                    )
+                cell = MicroStep(self.network.weighted_loss, self.reducers, self.settings, True, is_empty)
+                self.eager[is_empty] = EagerMicroStep(self.settings.owner, cell)
+            step = self.eager[is_empty]
             step.begin_batch(split.structure, len(split.micro_batches), is_last)
             return step
         known = self.compiled.get((split.structure, is_empty))
         return known or self._compile(split.structure, split.micro_batches[0], is_empty)
-
-    def _build_eager(self, is_empty: bool) -> EagerMicroStep:
-        """Build the micro step that runs op by op."""
-        lookup = sparse_lookup(self.network)
-        if lookup is not None:
-            raise ValueError(
-                f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
-                f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
-            )
-        cell = MicroStep(self.network.weighted_loss, self.reducers, self.settings, True, is_empty)
-        self.eager[is_empty] = EagerMicroStep(self.settings.owner, cell)
-        return self.eager[is_empty]
 
     def _compile(self, structure: SequenceOf, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
