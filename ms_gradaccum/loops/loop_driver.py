@@ -195,10 +195,6 @@ class LoopDriver(WindowDriver):
         if is_next and not is_inside and self.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
 
-    def warn_if_open(self, when: str) -> None:
-        if not self.in_batch:
-            super().warn_if_open(when)
-
     def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
         self._follow_others()

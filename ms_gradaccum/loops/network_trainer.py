@@ -159,7 +159,8 @@ class TrainedNetwork(Window):
             added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
+        sums = Tensor(factor, ms.float32), Tensor(number * factor, ms.float32), Tensor(weight, ms.float32)
+        self.run_add_grads(*sums, *added)
         if self.ranks.is_on and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             self.ranks.note_first("gradients", list(filter(_is_telling, added)))
@@ -239,10 +240,6 @@ def check_weight(weight: object) -> float:
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
     return RuntimeError(f"For 'Accumulator', {rule}, but got {got}. {remedy}")
-
-
-def _scalar(number: float) -> Tensor:
-    return Tensor(number, ms.float32)
 
 
 def _is_telling(grad: Tensor) -> bool:

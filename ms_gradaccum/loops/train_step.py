@@ -55,6 +55,7 @@ class WindowDriver:
     # True if the current or last batch ends its window.
     is_last_batch = False
     in_batch = False  # True if the program is inside a batch.
+    is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_warned_of_open = False
     owner: str  # The class that the user called.
 
@@ -88,7 +89,8 @@ class WindowDriver:
 
     def warn_if_open(self, when: str) -> None:
         """Warn, once, if there is an unfinished window."""
-        if self.is_open and not self.has_warned_of_open:
+        is_meant = self.in_batch or self.is_carried
+        if self.is_open and not (is_meant or self.has_warned_of_open):
             self.has_warned_of_open = True
             batches = WindowDriver.open_batches(self)  # A step of one batch may have loaded a longer window.
             warn(
@@ -202,10 +204,6 @@ class HostDrivenStep(WindowDriver, Step):
         if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
             return None
         return output
-
-    def warn_if_open(self, when: str) -> None:
-        if not self.is_carried:
-            super().warn_if_open(when)
 
     def drop(self) -> int:
         return super().drop() if self.open_batches() else 0

@@ -17,7 +17,6 @@ class Step(nn.Cell):
     """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
 
     accumulation_steps = 1  # The largest number of batches of a window.
-    is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_claims = True  # False once a later step was built with the same optimizer.
     reducers: Sequence[GradientReducer] = ()
 
