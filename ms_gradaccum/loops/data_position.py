@@ -4,6 +4,7 @@ MindSpore's pipelines follow one seed, which is random unless the program sets i
 of Python and NumPy. Both are recorded when a pass begins. A resumed pass restores them and skips what was taken.
 """
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -151,10 +152,7 @@ def rest_of(
             return ()
         with skipping(data, batches):
             return passed(data)
-    iterator: Iterator[object] = iter(data)
-    for _ in range(batches):
-        next(iterator, None)
-    return iterator
+    return itertools.islice(data, batches, None)
 
 
 class DataPosition(NamedTuple):

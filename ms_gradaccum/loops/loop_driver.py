@@ -123,8 +123,8 @@ class LoopDriver(WindowDriver):
 
     def _leave(self, was_open: bool) -> None:
         """Leave a batch, before which the window ``was_open`` or not."""
+        is_added = not self._awaits_batch
         self.in_batch = False
-        is_added = any(trained.has_batch for trained in self.windows)
         if not self.is_open and (was_open or is_added):
             # The window was ended by an update, or by an error that the caller has caught inside.
             self.batches = 0

@@ -172,7 +172,7 @@ class Observed:
 
     def adopt(self, callbacks: Sequence[object]) -> None:
         for callback in callbacks:
-            if isinstance(callback, Extra) and not any(callback is each for each in self.extras):
+            if isinstance(callback, Extra) and callback not in self.extras:
                 callback.attach(self)
                 self.extras.append(callback)
 

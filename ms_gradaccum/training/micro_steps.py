@@ -100,8 +100,7 @@ class MicroSteps:
         return self.cell.parameters
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        cells = [self.cell, self.empty_step, *self.compiled.values()]
-        return cells + self.preparation.compiled_cells()
+        return [self.cell, self.empty_step, *self.compiled.values(), *self.preparation.compiled_cells()]
 
     def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool, is_last: bool) -> Compiled | EagerMicroStep:
         """Return the callable that runs the micro batches of a batch, maybe the last one of its window."""
