@@ -163,7 +163,12 @@ class LoopDriver(WindowDriver):
             remedy = "Write 'with accumulator.accumulate():' around all calls of one batch."
             raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
-            trained.check_order()
+            if trained.has_batch:
+                remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
+                raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+            if trained.is_reduced:
+                remedy = "The norm is that of the whole window, this batch included."
+                raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
             try:
                 yield
             finally:

@@ -99,15 +99,6 @@ class TrainedNetwork(Window):
             self.micro_steps.jit_parts.follow()
         self.reducers[0].begin_micro_batch(is_last)
 
-    def check_order(self) -> None:
-        """Raise for a backward pass at a wrong moment."""
-        if self.has_batch:
-            remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
-            raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-        if self.is_reduced:
-            remedy = "The norm is that of the whole window, this batch included."
-            raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
-
     def checked_weight(self, weight: object) -> float | None:
         """Return the caller's weight of a batch as a number. Raise if its micro batches have weights of their own."""
         if weight is None:
