@@ -75,13 +75,13 @@ class Events:
     """Count batches when they begin, micro batches when they are done, windows when they end, and call listeners."""
 
     _COUNTS = ("batches", "micro_batches", "updates", "skipped_updates")
+    batches = 0
+    micro_batches = 0
+    updates = 0
+    skipped_updates = 0
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.batches = 0
-        self.micro_batches = 0
-        self.updates = 0
-        self.skipped_updates = 0
         self.uncounted: list[StepOutput] = []  # Reports of windows that nobody has read yet.
         self.listeners: list[_Methods] = []
         self.extras = nn.CellList(auto_prefix=False)

@@ -50,7 +50,7 @@ class Window:
         self.network = network
         self.settings = settings
         self.optimizers = list(optimizers)
-        self.reducers = list(reducers)
+        self.reducers = reducers
         # The first buffer counts the batches for all.
         self.count = BatchCount(reducers[0].buffer)
         training = AdvisedTraining(
@@ -60,7 +60,7 @@ class Window:
             settings.check_loss,
         )
         self.advisor = Advisor(self.owner, network, optimizers, reducers, self.count, training)
-        self.micro_steps = MicroSteps(network, self.reducers, settings, events, self.advisor)
+        self.micro_steps = MicroSteps(network, reducers, settings, events, self.advisor)
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
         # The window from `reduce` until it is reset.

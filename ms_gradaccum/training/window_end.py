@@ -256,6 +256,9 @@ class FullWindow(NamedTuple):
 class WindowEnds:
     """The ends of a window for all optimizers of its network, with one norm, one decision and one loss scale."""
 
+    overflows_in_a_row = 0
+    empty_in_a_row = 0  # The number of windows without weight since the last update.
+
     def __init__(
         self,
         optimizers: Sequence[nn.Cell],
@@ -267,8 +270,6 @@ class WindowEnds:
         self.settings = settings
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
-        self.overflows_in_a_row = 0
-        self.empty_in_a_row = 0  # The number of windows without weight since the last update.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells: list[nn.Cell | Compiled] = []
@@ -283,13 +284,10 @@ class WindowEnds:
         """Reduce the sums of a full window."""
         if self.reducers[0].grads_are_reduced:
             self.reducers[0].check_window(self.settings.owner)
-        outputs: list[StepOutput] = []
-        are_bad: list[Tensor] = []
-        for end in self.of_optimizers:
-            is_bad, output = end.reduce()
-            are_bad.append(is_bad)
-            outputs.append(output)
-        is_bad = are_bad[0]
+        is_bad, output = self.of_optimizers[0].reduce()
+        outputs = [output]
+        for end in self.of_optimizers[1:]:
+            outputs.append(end.reduce()[1])
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
             is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))  # Another one may have an overflow.
