@@ -252,14 +252,6 @@ def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
     return check_type(owner, name, value, nn.Cell, "an nn.Cell", remedy)
 
 
-def check_accumulation_steps(owner: str, value: object) -> int:
-    """Return ``value`` if it is a valid number of batches per update."""
-    remedy = "It counts the batches of one update; 1 means an update per batch."
-    if isinstance(value, nn.Cell):
-        remedy = LOSS_INSIDE
-    return check_int(owner, "accumulation_steps", value, remedy)
-
-
 def check_micro_size(value: object) -> int:
     """Return ``value`` if it is a positive int, or 1 for "auto": batches are split where memory runs out."""
     if isinstance(value, str) and value == "auto":
@@ -340,23 +332,6 @@ def listed(names: Sequence[str], most: int) -> str:
     """Return the first ``most`` names, and the number of the others."""
     text = ", ".join(names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
-
-
-def warn_of_dropped(owner: str, batches: int) -> None:
-    """Warn if the failure of a batch drops earlier batches of its window."""
-    if batches:
-        warn(
-            f"For '{owner}', a batch failed inside a window, which also discards {counted(batches, 'batch')} before "
-            f"it. The next batch begins a new window."
-        )
-
-
-def warn_of_open(owner: str, batches: int, when: str) -> None:
-    """Warn of an unfinished window."""
-    warn(
-        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update was made with "
-        f"it. Call flush() after the loop, or drop() to discard it."
-    )
 
 
 class DamagedState(ValueError):

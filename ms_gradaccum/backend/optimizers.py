@@ -145,7 +145,7 @@ def _warn_of_call(number: int) -> None:
         )
 
 
-def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
+def check_claims(windows: Sequence[OptimizerOwner]) -> None:
     """Raise unless ``windows`` own their optimizers: two steps with one optimizer would each get part of a window."""
     if all(window.has_claims for window in windows):
         return
@@ -154,8 +154,8 @@ def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
         for optimizer in window.optimizers:
             if _windows[optimizer]() not in (None, window):
                 raise RuntimeError(
-                    f"For '{owner}', the optimizer of this step now belongs to a step that was built later. Use that "
-                    f"step, or build this one again."
+                    f"For '{window.owner}', the optimizer of this step now belongs to a step that was built later. "
+                    f"Use that step, or build this one again."
                 )
     claim_optimizers(windows)
 

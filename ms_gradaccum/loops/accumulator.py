@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import (
@@ -23,23 +23,27 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.backend.arithmetic import ONE
 from ms_gradaccum.backend.in_graph import warn_in_graph
-from ms_gradaccum.backend.optimizers import check_claims
+from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
 from ms_gradaccum.loops.dataloader import prepare
 from ms_gradaccum.loops.loop_driver import UNWEIGHTED, LoopDriver
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
-from ms_gradaccum.loops.saved_loop import SavedLoop
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
-from ms_gradaccum.training.events import Events
+from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
+from ms_gradaccum.training.events import Events, Observed
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import LoopOptions, StepSettings, takes_options
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.window import reducers_of
 from ms_gradaccum.training.window_length import AccumulationSteps
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypeVarTuple, Unpack
+
+    _Others = TypeVarTuple("_Others")
 
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
@@ -48,11 +52,9 @@ _Reduction = Literal["mean", "sum"]
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_C = TypeVar("_C")
-_D = TypeVar("_D")
 
 
-class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
+class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
@@ -166,7 +168,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
                     f"{len(pairs)}. Build an Accumulator for each."
                 )
             windows.append(TrainedNetwork(*pair, settings, self.config, self.events))
-        self.set_windows(windows)
+        self.windows = windows
+        claim_optimizers(windows)
+        gather_when_saved(self, reducers_of(windows))
         self.driver = LoopDriver(self.config, self.windows, self.events)
         weakref.finalize(self, self.driver.warn_if_open, "at the end of its Accumulator")
         self._build_for_graphs(self.windows[0])
@@ -194,6 +198,34 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
                 cell.set_train(mode)
         return self
 
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
+        for each in self.windows:
+            each.count.read()  # It writes the number of batches, if the host has not yet.
+        # The networks come first: MindSpore may load a parameter from the first name that ends with its own.
+        cells = [each.network for each in self.windows]
+        for each in self.windows:
+            cells += each.ends.of_optimizers
+        cells.append(self.extras)
+        found = nn.CellList(cells, auto_prefix=False).parameters_and_names(name_prefix, expand)
+        return whole_parameters(found, reducers_of(self.windows))
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Keep the names, which are those of the networks and optimizers, when another cell gets this one."""
+
+    def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Parameter, Parameter]:
+        """Initialize parameters, see ``nn.Cell.init_parameters_data``. MindSpore's saving begins with it."""
+        seen: dict[str, Parameter] = {}
+        for parameter in self.get_parameters():
+            if seen.setdefault(parameter.name, parameter) is not parameter:
+                raise ValueError(
+                    f"For 'Accumulator', the parameters of networks and optimizers must have different names, but "
+                    f"got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = '...', or use "
+                    f"save_state() and load_state()."
+                )
+        replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
+        return replaced
+
     @property
     def sync_gradients(self) -> bool:
         """True if the current batch ends its window, so that `step` updates. The name is Accelerate's."""
@@ -208,15 +240,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
-    def prepare(self, first: _A, second: _B, /) -> tuple[_A, _B]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, /) -> tuple[_A, _B, _C]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, fourth: _D, /) -> tuple[_A, _B, _C, _D]: ...
-    @overload
-    def prepare(
-        self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
-    ) -> tuple[object, ...]: ...
+    def prepare(self, first: _A, second: _B, /, *others: "Unpack[_Others]") -> "tuple[_A, _B, Unpack[_Others]]": ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
@@ -314,7 +338,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
         given = trained.checked_weight(weight)
         with self.driver.batch_of(trained):
             self.driver.recognise((args, kwargs))
-            return trained.backward(args, kwargs, self.driver.is_last_batch, given)
+            return trained.backward(WindowBatch(args, kwargs, self.driver.is_last_batch, given))
 
     def __call__(
         self,
@@ -430,7 +454,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.reduce().report.grad_norm for trained in full]
+        norms = [trained.reduce().outputs[0].grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload
@@ -447,7 +471,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
         """
         chosen = chosen_of(self.windows, network)
-        check_claims(_OWNER, chosen)
+        check_claims(chosen)
         chosen[0].note_step()
         if not self.sync_gradients:
             return None
@@ -464,8 +488,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, SavedLoop):
 
         It clips as the loop's last `clip_grad_norm` or `clip_grad_value` says. All processes must call it.
         """
-        check_claims(_OWNER, self.windows)
-        if not self.driver.begin_flush(self.driver.open_batches()):
+        check_claims(self.windows)
+        if not self.driver.begin_flush():
             return None
         return _one_or_all(self.driver.flush())
 

@@ -4,6 +4,7 @@ MindSpore's pipelines follow one seed, which is random unless the program sets i
 of Python and NumPy. Both are recorded when a pass begins. A resumed pass restores them and skips what was taken.
 """
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -151,10 +152,7 @@ def rest_of(
             return ()
         with skipping(data, batches):
             return passed(data)
-    iterator: Iterator[object] = iter(data)
-    for _ in range(batches):
-        next(iterator, None)
-    return iterator
+    return itertools.islice(data, batches, None)
 
 
 class DataPosition(NamedTuple):
@@ -195,6 +193,10 @@ class DataPosition(NamedTuple):
         """Number of the pass of the next batch."""
         return self.epoch + (self.batches is None)
 
+    def taken(self, length: int) -> int:
+        """Return the number of batches taken since the first epoch, in passes of so many batches."""
+        return (self.next_epoch - self.first_epoch) * length + (self.batches or 0)
+
     def among(self, length: int | None, ranks: int) -> "DataPosition":
         """Return the place for another number of ranks, each with ``length`` batches in a pass.
 
@@ -223,24 +225,27 @@ class SampleOrder:
         self.dataset = dataset
         self.ranks = ranks
         self.first_epoch = first_epoch
+        self.length: int = dataset.get_dataset_size()
         self._until_first_batch = ExitStack()
 
-    def resume(self, position: DataPosition) -> None:
+    def resume(self, position: DataPosition) -> DataPosition:
+        """Go on from a loaded position. Return the position among the present ranks."""
+        position = position.among(self.length, self.ranks)
         self.resumed = position
         self.first_epoch = position.first_epoch
         self.sources = position.sources
+        return position
 
     @contextmanager
-    def begun(self, length: int) -> Iterator[None]:
-        """Begin passes of so many batches in this context."""
+    def begun(self) -> Iterator[None]:
+        """Begin passes in this context, in which the samples come in a recorded order, or in that of a loaded state."""
         if self.sources is None:
             self.sources = Sources.now(self.ranks)
         position = self.resumed
         with self._until_first_batch as stack:
             stack.enter_context(self.sources.begun(self.dataset, position and position.random_now))
             if position is not None:
-                taken = (position.next_epoch - position.first_epoch) * length + (position.batches or 0)
-                stack.enter_context(skipping(self.dataset, taken))
+                stack.enter_context(skipping(self.dataset, position.taken(self.length)))
             yield
 
     def end_begin(self) -> None:
@@ -250,11 +255,13 @@ class SampleOrder:
             put_device_random_state(self.resumed.random_now)
             self.resumed = None
 
-    def position(self, passes: int, batches: int, length: int) -> DataPosition:
+    def position(self, passes: int, batches: int) -> DataPosition:
         """Return the position after so many passes and batches of the next one."""
         if self.sources is not None:
             self.sources.check_known(self.dataset, self.ranks)
         epoch = self.first_epoch + passes
+        place: int | None = batches
         if batches == 0:  # Between two passes, it is the end of the last one.
-            return DataPosition(epoch - 1, None, length, self.sources, self.ranks, first_epoch=self.first_epoch)
-        return DataPosition(epoch, batches, length, self.sources, self.ranks, first_epoch=self.first_epoch)
+            epoch -= 1
+            place = None
+        return DataPosition(epoch, place, self.length, self.sources, self.ranks, first_epoch=self.first_epoch)

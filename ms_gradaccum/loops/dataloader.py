@@ -10,9 +10,9 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import State, argument_error, typed
+from ms_gradaccum._checks import State, typed
 from ms_gradaccum.loops.data_position import DataPosition, Sources, is_unbatched, rest_of, warn_of_single_rows
-from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, arrays_in
+from ms_gradaccum.loops.loop_data import Handed, HandedBatches, arrays_in
 from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -87,7 +87,12 @@ class PreparedDataset:
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
         taken, sources, random_now = self._begin()
-        missing = self._missing_after(taken) if self.ranks > 1 else 0
+        missing = 0  # The number of batches more than this process that the one with the most has left.
+        if self.ranks > 1:
+            left = len(self) - taken
+            lengths = gather_counts("begins a pass over its data", left)
+            self.common = taken + min(lengths)
+            missing = max(lengths) - left
         is_left = True
         try:
             with sources.begun(self.dataset, random_now):
@@ -97,7 +102,7 @@ class PreparedDataset:
             pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
             for place, (batch, following) in enumerate(pairs, taken + 1):
                 is_last = following is _END and missing == 0
-                self.driver.data.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
+                self.driver.data.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
                 yield batch
                 # The loop has trained this row, and has not collected others with it.
                 is_trained = place == 1 and self.handed.current is self.handed.newest
@@ -110,14 +115,7 @@ class PreparedDataset:
             else:
                 self.driver.join_others(missing, self.epoch)
         finally:
-            self.driver.data.passes.end(self.handed, is_left)
-
-    def _missing_after(self, taken: int) -> int:
-        """Return how many batches more than this process the one with the most has left. Collective."""
-        left = len(self) - taken
-        lengths = gather_counts("begins a pass over its data", left)
-        self.common = taken + min(lengths)
-        return max(lengths) - left
+            self.driver.data.end(self.handed, is_left)
 
     def _begin(self) -> tuple[int, Sources, State | None]:
         """Begin or resume a pass. Return the batches to skip, its order, and the states after its first batch."""
@@ -189,5 +187,7 @@ def prepare(item: object, driver: LoopDriver) -> object:
         return item
     if isinstance(item, Iterable) and not isinstance(item, type):
         return PreparedDataset(item, driver)
-    rule = "a dataset, a learning rate scheduler or a Cell"
-    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), "Give the data of the loop."))
+    raise TypeError(
+        f"For '{_OWNER}', the argument 'objects' must be a dataset, a learning rate scheduler or a Cell, but got "
+        f"{typed(item)}. Give the data of the loop."
+    )

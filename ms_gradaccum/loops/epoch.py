@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext
 
-from ms_gradaccum._checks import argument_error, check_choice, warn
+from ms_gradaccum._checks import check_choice, warn
 from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam
 from ms_gradaccum.backend.optimizers import listed_rates, updates_of
 from ms_gradaccum.loops.data_position import DataPosition, SampleOrder
@@ -63,8 +63,7 @@ class Passes:
     missing = 0  # The number of steps that passes lacked; negative for longer passes.
     begun = 0  # The number of steps at the beginning of this epoch.
 
-    def __init__(self, length: int, lengths: Sequence[int]) -> None:
-        self.length = length  # The number of batches of this process.
+    def __init__(self, lengths: Sequence[int]) -> None:
         self.steps = max(lengths)
         self.common = min(lengths)  # The number of batches that all processes have.
 
@@ -77,20 +76,6 @@ class Passes:
     def is_common(self) -> bool:
         """True if all processes can continue from the last step: either all or none have run out of data."""
         return self.batches == 0 or self.batches < self.common or self.common == self.steps
-
-    def position(self, order: SampleOrder) -> DataPosition:
-        """Return the position of this process in its data, after a step."""
-        if self.in_sinks:
-            raise ValueError(
-                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
-                f"{_PASSES_ONLY}"
-            )
-        if not self.is_common:
-            raise RuntimeError(
-                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
-                f"{self.batches} where some have only {self.common}. Save it earlier, or at the end of the pass."
-            )
-        return order.position(self.done // self.steps, self.batches, self.length)
 
     def end_shorter(self) -> None:
         """Go on as if a pass had the size that it says, and warn unless it has."""
@@ -124,31 +109,29 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.epochs = epochs  # The number of epochs, including those before this training.
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
-        self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
+        self.checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
         self.ranks = current_world(_OWNER).size
-        length = dataset.get_dataset_size()
-        lengths: list[int] = [length]
-        if self.train_step.windows[0].is_distributed:
-            lengths = gather_counts("begins to train a Model", length)
-        self.passes = Passes(length, lengths)
         self.order = SampleOrder(dataset, self.ranks, first_epoch)
+        lengths = [self.order.length]
+        if self.train_step.windows[0].is_distributed:
+            lengths = gather_counts("begins to train a Model", self.order.length)
+        self.passes = Passes(lengths)
 
-    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
+    def resume(self, epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state to continue the training. Return False if the training has already ended."""
         if self.model.resumed_position is None:
-            if not checkpoints:
+            if not self.checkpoints:
                 raise ValueError(
                     f"For '{_OWNER}', the argument 'callbacks' must be a list with a StateCheckpoint for resume=True, "
                     f"but got none. Give StateCheckpoint(directory), or call load_state(model, directory) first."
                 )
-            checkpoints[0].resume_into(self.model)
+            self.checkpoints[0].resume_into(self.model)
         position = self.model.resumed_position
         self.model.resumed_position = None
         if position is None:
             return True
-        position = position.among(self.passes.length, self.ranks)
-        self.order.resume(position)
-        self.passes.done = (position.next_epoch - position.first_epoch) * self.passes.steps + (position.batches or 0)
+        position = self.order.resume(position)
+        self.passes.done = position.taken(self.passes.steps)
         settings.update(initial_epoch=position.next_epoch, initial_step=self.passes.done)
         return bool(position.next_epoch < epochs)
 
@@ -156,16 +139,20 @@ class PassSteps(Callback):
         """Return the number of the pass in which an open window of so many batches has begun."""
         return self.order.first_epoch + max(0, self.passes.done - open_batches) // self.passes.steps
 
-    def in_order(self) -> AbstractContextManager[None]:
-        """Return the context in which the samples come in a recorded order, or in that of a loaded state."""
-        return self.order.begun(self.passes.length)
-
-    @property
-    def is_common(self) -> bool:
-        return self.passes.is_common
-
     def position(self) -> DataPosition:
-        return self.passes.position(self.order)
+        """Return the position of this process in its data, after a step."""
+        passes = self.passes
+        if passes.in_sinks:
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
+                f"{_PASSES_ONLY}"
+            )
+        if not passes.is_common:
+            raise RuntimeError(
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
+                f"{passes.batches} where some have only {passes.common}. Save it earlier, or at the end of the pass."
+            )
+        return self.order.position(passes.done // passes.steps, passes.batches)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         self.run_context = run_context
@@ -189,8 +176,8 @@ class PassSteps(Callback):
                 f"For '{_OWNER}', the argument 'dataset_sink_mode' must be False if the processes have different "
                 f"numbers of batches, but got True. Then each process ends with its own data."
             )
-        got = f"{sink_size} with {passes.length} batches in a pass"
-        if self.keeps_states or self.order.resumed is not None:
+        got = f"{sink_size} with {self.order.length} batches in a pass"
+        if self.checkpoints or self.order.resumed is not None:
             raise ValueError(
                 f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, but got {got}. "
                 f"{_PASSES_ONLY}"
@@ -200,9 +187,10 @@ class PassSteps(Callback):
         is_carried = self.model.last_window == "carry" or is_whole
         if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
-            rule = "-1 or a divisor of the batches of a pass that ends inside a window"
-            remedy = "Give last_window='carry', or a pass of whole windows."
-            raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
+            raise ValueError(
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 or a divisor of the batches of a pass that ends "
+                f"inside a window, but got {got}. Give last_window='carry', or a pass of whole windows."
+            )
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
         """Warn of a list of learning rates that has not an entry for each update of the first training."""

@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import State, warn
-from ms_gradaccum.backend.optimizers import check_claims
+from ms_gradaccum._checks import State, all_or_nothing, check_saved, check_saved_list, is_count, is_flag, warn
+from ms_gradaccum.backend.optimizers import check_claims, optimizers_in
 from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.loops.handed_batches import HandedBatches
-from ms_gradaccum.loops.loop_data import DataBatch, LoopData
+from ms_gradaccum.loops.loop_data import DataBatch, HandedBatches, LoopData
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_weight, disorder
 from ms_gradaccum.loops.schedule import EARLY, UNSEEN, AccumulationConfig, PreparedScheduler
 from ms_gradaccum.loops.train_step import WindowDriver
@@ -21,12 +19,14 @@ UNWEIGHTED = (
     "rows. Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 _BETWEEN = "Call it at the end of the loop's body."
-_COUNTS = dict.fromkeys(("batches", "updates", "steps"), check.is_count)
+_COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 
 
-class LoopDriver(WindowDriver[TrainedNetwork]):
+class LoopDriver(WindowDriver):
     """Drives the windows of all networks of a loop, which begins its batches and ends its windows itself."""
 
+    owner = _OWNER
+    windows: Sequence[TrainedNetwork]
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.
@@ -35,7 +35,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
     has_warned_of_rows = False
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
-        super().__init__(_OWNER, networks, events)
+        super().__init__(networks, events)
         self.config = config
         self.schedulers: list[PreparedScheduler] = []
         self.data = LoopData()
@@ -70,7 +70,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             raise error
 
     def _begin(self, joined: DataBatch | None) -> None:
-        check_claims(_OWNER, self.windows)
+        check_claims(self.windows)
         self._follow_others()
         if self.is_last_batch and self.is_open:
             remedy = "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."
@@ -79,9 +79,9 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             self.batches = 0
         # This comes first, because a schedule can raise before anything has begun.
         if joined is None:
-            self._count_batch(self.data.expect())
+            self._count_batch(self.data.expect(self.data.coming()))
         else:
-            self.data.expect_none()
+            self.data.expect([])
             self._count_batch(joined)
         for trained in self.windows:
             trained.begin_batch(self.is_last_batch)
@@ -119,12 +119,12 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             self.batches -= 1
             self.is_last_batch = False
             self.events.batches -= 1
-            self.data.expect_none()
+            self.data.expect([])
 
     def _leave(self, was_open: bool) -> None:
         """Leave a batch, before which the window ``was_open`` or not."""
+        is_added = not self._awaits_batch
         self.in_batch = False
-        is_added = any(trained.has_batch for trained in self.windows)
         if not self.is_open and (was_open or is_added):
             # The window was ended by an update, or by an error that the caller has caught inside.
             self.batches = 0
@@ -163,7 +163,12 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
             remedy = "Write 'with accumulator.accumulate():' around all calls of one batch."
             raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
-            trained.check_order()
+            if trained.has_batch:
+                remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
+                raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+            if trained.is_reduced:
+                remedy = "The norm is that of the whole window, this batch included."
+                raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
             try:
                 yield
             finally:
@@ -175,7 +180,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Return the weight of a batch: the given one or the rows that a prepared dataset knows; or warn."""
         if weight is not None:
             return check_weight(weight)
-        batches = self.data.batches if self.in_batch else self.data.passes.coming()
+        batches = self.data.batches if self.in_batch else self.data.coming()
         lengths = {each.length for each in batches}
         rows = None
         if len(lengths) == 1 and trained.network.batch_axis == 0:
@@ -191,13 +196,9 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Begin or continue a pass; warn if the previous pass over the same data left a window open."""
         is_over = bool(handed.depth) or not handed.waiting
         is_next = handed.current is not None and is_over and not is_resumed and not self.is_withheld
-        is_inside = self.data.passes.begin(handed)
+        is_inside = self.data.begin(handed)
         if is_next and not is_inside and self.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
-
-    def warn_if_open(self, when: str) -> None:
-        if not self.in_batch:
-            super().warn_if_open(when)
 
     def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
@@ -211,10 +212,10 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
 
     def load_state_dict(self, saved: State) -> None:
         """Restore what `state_dict` has returned. The windows of the networks must have loaded their states before."""
-        flags = check.check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), check.is_flag))
-        schedulers = check.check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
-        counts = check.check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
-        with check.all_or_nothing(self):
+        flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
+        schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
+        counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
+        with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
         self.is_last_batch = flags["ends"]
@@ -249,7 +250,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         ends = []
         for trained in self.windows:
             ends += trained.ends.of_optimizers
-        followed = [end for end in ends if end.runs(scheduler.optimizer)]
+        followed = [end for end in ends if scheduler.optimizer in optimizers_in(end.update.optimizer)]
         for end in followed or ends:
             end.followers.append(scheduler.note_update)
 
@@ -271,7 +272,7 @@ class LoopDriver(WindowDriver[TrainedNetwork]):
         """Begin a window, with the current batch or with the rest of it."""
         self.batches = 0
         if self._awaits_batch:
-            self._count_batch(self.data.expect_again())
+            self._count_batch(self.data.expect(self.data.batches))
         elif self.in_batch:
             self.batches = 1
 

@@ -150,12 +150,6 @@ class Model(FrozenAfterInit, ms.Model):
         level = "O0"
         if optimizer is not None and precision is not None:
             level = precision.level
-        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
-        self._is_built = True
-
-    def _init_stock(
-        self, network: nn.Cell, loss_fn: Any, optimizer: Any, metrics: object, eval_network: Any, *args: object
-    ) -> None:
         check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
         if loss_fn is not None:
             check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
@@ -170,8 +164,8 @@ class Model(FrozenAfterInit, ms.Model):
         network = adopted(network)
         if isinstance(network, AutoParallel) and not can_partition():
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
-            if self._options.get("parallel", "auto") == "auto" and optimizer is not None:
-                self._options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
+            if options.get("parallel", "auto") == "auto" and optimizer is not None:
+                options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
             network = adopted(network.network)
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             raise ValueError(
@@ -180,11 +174,12 @@ class Model(FrozenAfterInit, ms.Model):
                 "GradAccumulation'."
             )
         try:
-            super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
+            super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             clear_auto_parallel_context(network)
             raise
+        self._is_built = True
 
     def _build_train_network(self) -> nn.Cell:
         inner = self._network
@@ -345,47 +340,47 @@ class Model(FrozenAfterInit, ms.Model):
 
     def _train(self, epoch: int, train_dataset: Dataset, callbacks: Any = None, **kwargs: Any) -> object:
         callbacks = self._transform_callbacks(callbacks)
-        if not isinstance(self._train_network, TrainOneStepCell):
+        train_step = self._train_network
+        if not isinstance(train_step, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
-        if self._train_network.windows[0].is_distributed:
+        if train_step.windows[0].is_distributed:
             self._agree(epoch, callbacks, kwargs)
         # The callbacks' tensors must exist before a state with them is loaded.
-        self._train_network.adopt(callbacks)
-        checkpoints = [each for each in callbacks if isinstance(each, ResumingCallback)]
+        train_step.adopt(callbacks)
         if is_unbatched(train_dataset):
             warn_of_single_rows(_OWNER, first_batch(train_dataset))
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0), epoch)
         if not self._resume:
             self.resumed_position = None
-        elif not steps.resume(checkpoints, epoch, kwargs):
+        elif not steps.resume(epoch, kwargs):
             return None
         # Ours comes first, since the others see its changes; the states come last, since they save all changes.
-        others = [each for each in callbacks if each not in checkpoints]
-        callbacks = [steps, *others, *checkpoints]
-        if self._train_network.windows[0].is_distributed:
+        others = [each for each in callbacks if each not in steps.checkpoints]
+        callbacks = [steps, *others, *steps.checkpoints]
+        if train_step.windows[0].is_distributed:
             callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and has_data_sink():
-            self._train_network.body.check_in_graph()
+            train_step.body.check_in_graph()
             # A graph will train the batches, so the loss must be measured before.
-            self._train_network.body.measure_loss(first_batch(train_dataset))
-        self._train_network.body.epoch_of = steps.epoch_of
+            train_step.body.measure_loss(first_batch(train_dataset))
+        train_step.body.epoch_of = steps.epoch_of
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._train_network.events.listening(callbacks))
-                stack.enter_context(steps.in_order())
-                for checkpoint in checkpoints:
+                stack.enter_context(train_step.events.listening(callbacks))
+                stack.enter_context(steps.order.begun())
+                for checkpoint in steps.checkpoints:
                     stack.enter_context(checkpoint.watching(self))
                 # MindSpore's wrappers, which save a last checkpoint, look for the keyword `callbacks`.
                 return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         except BaseException:
             if self.last_window != "carry":
                 # The next training must not start in the middle of this window.
-                self._train_network.drop()
+                train_step.drop()
             raise
         finally:
             self._steps = None
-            self._train_network.body.epoch_of = None
+            train_step.body.epoch_of = None
 
     def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
         """Raise on all ranks if they are told different things. Collective."""
@@ -402,7 +397,7 @@ class Model(FrozenAfterInit, ms.Model):
     @property
     def can_save(self) -> bool:
         """True if all processes have had a batch in this step, so that a state can be saved after it."""
-        return self._steps is None or self._steps.is_common
+        return self._steps is None or self._steps.passes.is_common
 
     @property
     def data_position(self) -> DataPosition | None:

@@ -28,6 +28,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch, where_finite
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -98,15 +99,6 @@ class TrainedNetwork(Window):
             self.micro_steps.jit_parts.follow()
         self.reducers[0].begin_micro_batch(is_last)
 
-    def check_order(self) -> None:
-        """Raise for a backward pass at a wrong moment."""
-        if self.has_batch:
-            remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
-            raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-        if self.is_reduced:
-            remedy = "The norm is that of the whole window, this batch included."
-            raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
-
     def checked_weight(self, weight: object) -> float | None:
         """Return the caller's weight of a batch as a number. Raise if its micro batches have weights of their own."""
         if weight is None:
@@ -129,12 +121,10 @@ class TrainedNetwork(Window):
             )
         return check_weight(weight)
 
-    def backward(
-        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, weight: float | None = None
-    ) -> Tensor:
+    def backward(self, batch: WindowBatch) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            result = self.add(args, kwargs, is_last, weight)
+            result = self.add(batch)
         except BaseException as error:
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
@@ -160,7 +150,8 @@ class TrainedNetwork(Window):
             added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        self.run_add_grads(_scalar(factor), _scalar(number * factor), _scalar(weight), *added)
+        sums = Tensor(factor, ms.float32), Tensor(number * factor, ms.float32), Tensor(weight, ms.float32)
+        self.run_add_grads(*sums, *added)
         if self.ranks.is_on and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
             self.ranks.note_first("gradients", list(filter(_is_telling, added)))
@@ -240,10 +231,6 @@ def check_weight(weight: object) -> float:
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
     return RuntimeError(f"For 'Accumulator', {rule}, but got {got}. {remedy}")
-
-
-def _scalar(number: float) -> Tensor:
-    return Tensor(number, ms.float32)
 
 
 def _is_telling(grad: Tensor) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import State, warn
+from ms_gradaccum._checks import State, check_bool, check_saved, check_type, is_flag, warn
 from ms_gradaccum.backend.plain_state import PlainState
 from ms_gradaccum.training.window_length import (
     AccumulationSteps,
@@ -71,10 +70,8 @@ class AccumulationConfig:
 
     def __post_init__(self) -> None:
         check_window_length(_OWNER, self.accumulation_steps)
-        check.check_bool(
-            _OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over."
-        )
-        check.check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
+        check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
+        check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if self.schedule is not None:
             check_schedule(_OWNER, "schedule", self.schedule)
             if self.accumulation_steps != 1:
@@ -104,7 +101,7 @@ def merge_config(owner: str, accumulation_steps: AccumulationSteps, config: obje
     if config is None:
         return AccumulationConfig(accumulation_steps)
     rule = "an AccumulationConfig or None"
-    config = check.check_type(owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out.")
+    config = check_type(owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out.")
     its_steps = config.window_length.steps
     if accumulation_steps in (1, its_steps):
         return config
@@ -146,8 +143,8 @@ class PreparedScheduler:
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
     def load_state_dict(self, saved: State) -> None:
-        rules = dict.fromkeys(("is_due", "follows_updates"), check.is_flag)
-        flags = check.check_saved(saved, "where its schedulers stand", rules)
+        rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
+        flags = check_saved(saved, "where its schedulers stand", rules)
         PlainState(self.scheduler).load_state_dict(saved.get("scheduler"))
         vars(self).update(flags)
 

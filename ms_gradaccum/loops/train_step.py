@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
@@ -12,9 +12,10 @@ from ms_gradaccum._checks import (
     FrozenAfterInit,
     NonCopyable,
     check_construct,
+    counted,
     refuse_nameless,
     refuse_unknown,
-    warn_of_open,
+    warn,
 )
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -28,6 +29,7 @@ from ms_gradaccum.static_graph.partitioned_step import PartitionedStep
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import share_and_factor
+from ms_gradaccum.training.micro_steps import WindowBatch
 from ms_gradaccum.training.settings import (
     STEP_REMEDY,
     StepOptions,
@@ -43,21 +45,21 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OWNER = "TrainOneStepCell"
-_W = TypeVar("_W", bound=Window)
 
 
-class WindowDriver(Generic[_W]):
-    """Drives the windows of a training, one for each network: counts their batches, ends them, tells the listeners."""
+class WindowDriver:
+    """The driver of the windows of a training, one for each network, between two batches."""
 
     # The number of the current or last batch in its window. The buffers store it, too.
     batches = 0
     # True if the current or last batch ends its window.
     is_last_batch = False
     in_batch = False  # True if the program is inside a batch.
+    is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_warned_of_open = False
+    owner: str  # The class that the user called.
 
-    def __init__(self, owner: str, windows: Sequence[_W], events: Events) -> None:
-        self.owner = owner
+    def __init__(self, windows: Sequence[Window], events: Events) -> None:
         self.windows = windows
         self.events = events
 
@@ -70,42 +72,9 @@ class WindowDriver(Generic[_W]):
         """Return the number of batches in the buffers, with those of graphs. It is read from the device."""
         return max(window.count.read() for window in self.windows)
 
-    def begin_batch(self, steps: int) -> None:
-        """Begin the next batch of a window of so many."""
-        self.in_batch = True
-        self.batches = 1
-        if steps > 1:
-            self.batches += self.windows[0].count.get()
-        # A loaded checkpoint may have more batches.
-        self.is_last_batch = self.batches >= steps
-        self.events.batches += 1
-
-    def check_between_batches(self, caller: str) -> None:
-        """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
-        if self.in_batch:
-            raise RuntimeError(
-                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
-                f"the step, or in a callback's on_update_end()."
-            )
-
-    def close(self, window: _W) -> StepOutput:
-        """End the window of one network, and tell the listeners before and after."""
-        try:
-            self.events.tell("on_update_begin")
-        except BaseException as error:
-            # Otherwise its rows would be in the next window, too.
-            window.discard(for_all=True)
-            if window.can_continue_after(error):
-                self.events.update_end(window.close())
-            raise
-        output = window.close()
-        self.in_batch = False
-        self.events.update_end(output)
-        return output
-
-    def begin_flush(self, batches: int) -> bool:
-        """Return whether any rank has an open window; this one has so many ``batches``. Collective."""
-        most = self.windows[0].reducers[0].most("flushes its window", batches)
+    def begin_flush(self) -> bool:
+        """Return whether any rank has an open window. Collective."""
+        most = self.windows[0].reducers[0].most("flushes its window", self.open_batches())
         for window in self.windows:
             if window.ranks.is_on:
                 window.ranks.compare()
@@ -120,16 +89,21 @@ class WindowDriver(Generic[_W]):
 
     def warn_if_open(self, when: str) -> None:
         """Warn, once, if there is an unfinished window."""
-        if self.is_open and not self.has_warned_of_open:
+        is_meant = self.in_batch or self.is_carried
+        if self.is_open and not (is_meant or self.has_warned_of_open):
             self.has_warned_of_open = True
-            warn_of_open(self.owner, self.open_batches(), when)
+            batches = WindowDriver.open_batches(self)  # A step of one batch may have loaded a longer window.
+            warn(
+                f"For '{self.owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update "
+                f"was made with it. Call flush() after the loop, or drop() to discard it."
+            )
 
 
-class HostDrivenStep(Step):
+class HostDrivenStep(WindowDriver, Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
-        super().__init__(network, settings)
+        Step.__init__(self, network, settings)
         self.accumulation_steps = settings.window_length.most
         self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
@@ -141,11 +115,10 @@ class HostDrivenStep(Step):
             agreed["micro_tokens"] = network.token_limit.micro_tokens
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, self.events)
-        self.driver = WindowDriver(_OWNER, [self.window], self.events)
+        WindowDriver.__init__(self, [self.window], self.events)
         # The parts for use inside a larger graph.
         (self.reducer,) = self.window.reducers
         (self.end,) = self.window.ends.of_optimizers
-        self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
         self.number = number_of(self)
 
@@ -159,19 +132,26 @@ class HostDrivenStep(Step):
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
-        return self._batch(functools.partial(self.window.add, args, kwargs))
+        return self._batch(WindowBatch(args, kwargs))
 
     def join(self) -> StepOutput:
-        return self._batch(lambda is_last: self.window.micro_steps.join())
+        return self._batch(None)
 
-    def _batch(self, add: Callable[[bool], object]) -> StepOutput:
-        """Count one batch, which ``add`` adds to the window, and end it."""
-        steps = self.accumulation_steps
-        if self.has_schedule:
-            steps = self.steps_of_window()
-        self.driver.begin_batch(steps)
+    def _batch(self, batch: WindowBatch | None) -> StepOutput:
+        """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
+        steps = self.steps_of_window()
+        self.in_batch = True
+        self.batches = 1
+        if steps > 1:
+            self.batches += self.window.count.get()
+        # A loaded checkpoint may have more batches.
+        self.is_last_batch = self.batches >= steps
+        self.events.batches += 1
         try:
-            add(self.driver.is_last_batch)
+            if batch is None:
+                self.window.micro_steps.join()
+            else:
+                self.window.add(batch._replace(is_last=self.is_last_batch))
         except BaseException as error:
             if self.window.can_continue_after(error):
                 self._end_batch()  # The other ranks end theirs, too.
@@ -182,36 +162,51 @@ class HostDrivenStep(Step):
         else:
             return self._end_batch()
         finally:
-            self.driver.in_batch = False
+            self.in_batch = False
 
     def _end_batch(self) -> StepOutput:
-        if self.driver.is_last_batch:
-            return self.driver.close(self.window)
-        self.window.count.set(self.driver.batches)
+        if self.is_last_batch:
+            return self._close()
+        self.window.count.set(self.batches)
         return self.window.partial_output()
 
+    def _close(self) -> StepOutput:
+        """End the window, and tell the listeners before and after."""
+        try:
+            self.events.tell("on_update_begin")
+        except BaseException as error:
+            # Otherwise its rows would be in the next window, too.
+            self.window.discard(for_all=True)
+            if self.window.can_continue_after(error):
+                self.events.update_end(self.window.close())
+            raise
+        output = self.window.close()
+        self.in_batch = False
+        self.events.update_end(output)
+        return output
+
     def check_between_batches(self, caller: str) -> None:
-        self.driver.check_between_batches(caller)
+        """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
+        if self.in_batch:
+            raise RuntimeError(
+                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
+                f"the step, or in a callback's on_update_end()."
+            )
 
     def open_batches(self) -> int:
-        return 0 if self.accumulation_steps == 1 else self.driver.open_batches()
+        return 0 if self.accumulation_steps == 1 else super().open_batches()
 
     def flush(self) -> StepOutput | None:
         self.check_between_batches("flush")
-        if not self.driver.begin_flush(self.open_batches()):
+        if not self.begin_flush():
             return None
-        output = self.driver.close(self.window)
+        output = self._close()
         if not (output.has_overflow or float(output.weight.asnumpy()) > 0):
             return None
         return output
 
-    def warn_if_open(self) -> None:
-        """Warn if a window is still open when the step is deleted or the program ends."""
-        if not self.is_carried:
-            self.driver.warn_if_open("at the end of its step")
-
     def drop(self) -> int:
-        return self.driver.drop() if self.open_batches() else 0
+        return super().drop() if self.open_batches() else 0
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
         if self.window.ranks.is_on:
@@ -362,8 +357,9 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         else:
             host = HostDrivenStep(self.network, optimizer, kind, settings)
             self.body = host
-            self.windows = [host.window]
-            weakref.finalize(self, host.warn_if_open)
+            self.windows = [*host.windows]
+            # When the step is deleted or the program ends.
+            weakref.finalize(self, host.warn_if_open, "at the end of its step")
         self.events = self.body.events
         self.extras = self.events.extras
         gather_when_saved(self, self.windows[0].reducers)
@@ -428,7 +424,7 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
 
     def check_claims(self) -> None:
         """Raise if the optimizer belongs to a step that was built later."""
-        check_claims(_OWNER, self.windows)
+        check_claims(self.windows)
 
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:

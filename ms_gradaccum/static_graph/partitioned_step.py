@@ -87,7 +87,7 @@ class PartitionedStep(Step):
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
         if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
             output = output._replace(updated=Tensor(False))
-        if self.events.heard:
+        if self.events.listeners:
             self.events.update_end(output)
         else:  # Do not wait for the device.
             self.events.uncounted.append(output)

@@ -1,7 +1,7 @@
 """Events of micro batches and updates, dispatched to the user's callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
 from mindspore import nn
@@ -68,22 +68,22 @@ class _HearsUpdateEnd(Protocol):
 
 # A listener has at least one of the four methods.
 StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin | _HearsUpdateEnd
+_Methods = dict[str, Callable[[StepEvent], None]]  # The methods of a listener, by the name of the event.
 
 
 class Events:
     """Count batches when they begin, micro batches when they are done, windows when they end, and call listeners."""
 
     _COUNTS = ("batches", "micro_batches", "updates", "skipped_updates")
+    batches = 0
+    micro_batches = 0
+    updates = 0
+    skipped_updates = 0
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.batches = 0
-        self.micro_batches = 0
-        self.updates = 0
-        self.skipped_updates = 0
         self.uncounted: list[StepOutput] = []  # Reports of windows that nobody has read yet.
-        self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
-        self.heard = False  # True if there are listeners.
+        self.listeners: list[_Methods] = []
         self.extras = nn.CellList(auto_prefix=False)
 
     def state_dict(self) -> dict[str, int]:
@@ -98,9 +98,9 @@ class Events:
         self.uncounted.clear()
 
     def has_listener(self, callback: object) -> bool:
-        return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
+        return _methods_of(callback) in self.listeners
 
-    def add(self, callback: object) -> dict[str, Callable[[StepEvent], None]]:
+    def add(self, callback: object) -> _Methods:
         """From now on, call the methods of ``callback`` that are named after events. Return them by name."""
         methods = _methods_of(callback)
         if not methods:
@@ -108,25 +108,17 @@ class Events:
                 f"For '{self.owner}', the argument 'callback' must be an object with at least one of the methods "
                 f"{', '.join(NAMES)}, but got {typed(callback)}. Each takes one argument, a StepEvent."
             )
-        for name, method in methods.items():
-            self._listeners[name].append(method)
-        self.heard = True
+        self.listeners.append(methods)
         return methods
 
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
         """Within this context, add the ``callbacks`` that have event methods and do not listen yet."""
-        added = []
-        for callback in callbacks:
-            if _methods_of(callback) and not self.has_listener(callback):
-                added.append(self.add(callback))
-        try:
+        with ExitStack() as stack:
+            for callback in callbacks:
+                if _methods_of(callback) and not self.has_listener(callback):
+                    stack.callback(self.listeners.remove, self.add(callback))
             yield
-        finally:
-            for methods in added:
-                for name, method in methods.items():
-                    self._listeners[name].remove(method)
-            self.heard = any(self._listeners.values())
 
     def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
@@ -142,19 +134,18 @@ class Events:
 
     def update_end(self, output: StepOutput) -> None:
         """Count the end of a window, and call the listeners."""
-        if self.uncounted:
-            self.count()
-        self.updates += output.is_updated
-        self.skipped_updates += not output.is_updated
+        self.uncounted.append(output)
+        self.count()
         self.tell("on_update_end", output=output)
 
     def tell(
         self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
     ) -> None:
-        if self._listeners[name]:
+        if self.listeners:
             event = StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
-            for listener in self._listeners[name]:
-                listener(event)
+            for methods in self.listeners:
+                if name in methods:
+                    methods[name](event)
 
 
 class Extra(nn.Cell):
@@ -181,7 +172,7 @@ class Observed:
 
     def adopt(self, callbacks: Sequence[object]) -> None:
         for callback in callbacks:
-            if isinstance(callback, Extra) and not any(callback is each for each in self.extras):
+            if isinstance(callback, Extra) and callback not in self.extras:
                 callback.attach(self)
                 self.extras.append(callback)
 
@@ -218,7 +209,7 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
         )
 
 
-def _methods_of(callback: object) -> dict[str, Callable[[StepEvent], None]]:
+def _methods_of(callback: object) -> _Methods:
     methods = {}
     for name in NAMES:
         method = getattr(callback, name, None)

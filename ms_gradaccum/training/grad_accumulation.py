@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, Literal, NoReturn
 
 import mindspore as ms
@@ -11,7 +12,6 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     FrozenAfterInit,
-    argument_error,
     check_cell,
     check_choice,
     check_construct,
@@ -52,15 +52,6 @@ _LOSSES_REMEDY = (
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
 _WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
 Weighted = bool | Literal["mean"]
-
-
-def _of_network(name: str) -> Callable[..., object]:
-    """Return a method that registers a hook on the network, because batches bypass the cell around it."""
-
-    def register(self: nn.Cell, *hooks: Callable[..., object], **settings: object) -> object:
-        return getattr(self.network, name)(*hooks, **settings)
-
-    return register
 
 
 class GradAccumulation(FrozenAfterInit, nn.Cell):
@@ -122,10 +113,14 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
     # Class name used in messages about a batch: the step's name if the user gave the step a plain loss cell.
     owner = _OWNER
 
-    register_forward_pre_hook = _of_network("register_forward_pre_hook")
-    register_forward_hook = _of_network("register_forward_hook")
-    register_backward_pre_hook = _of_network("register_backward_pre_hook")
-    register_backward_hook = _of_network("register_backward_hook")
+    def _register(self, name: str, *hooks: Callable[..., object], **settings: object) -> object:
+        """Register a hook on the network, because batches bypass the cell around it."""
+        return getattr(self.network, name)(*hooks, **settings)
+
+    register_forward_pre_hook = partialmethod(_register, "register_forward_pre_hook")
+    register_forward_hook = partialmethod(_register, "register_forward_hook")
+    register_backward_pre_hook = partialmethod(_register, "register_backward_pre_hook")
+    register_backward_hook = partialmethod(_register, "register_backward_hook")
 
     def __init__(
         self,
@@ -424,7 +419,9 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
     if not isinstance(weighted, bool):
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
         if weighted != "mean":
-            raise ValueError(argument_error(owner, "weighted", "a bool or 'mean'", repr(weighted), remedy))
+            raise ValueError(
+                f"For '{owner}', the argument 'weighted' must be a bool or 'mean', but got {weighted!r}. {remedy}"
+            )
     return weighted
 
 

@@ -5,7 +5,7 @@ times factor is the number of rows, so the sums are the same for each choice of 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
@@ -71,8 +71,7 @@ def is_half(network: nn.Cell, precision: Precision) -> bool:
     """Return whether a network computes in 16 bits, or its loss is scaled."""
     cells = [cell for _, cell in network.cells_and_names()]
     is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
-    scales: bool = precision.loss_scale.scales
-    return is_converted or scales
+    return bool(is_converted or precision.loss_scale.scales)
 
 
 class MicroLoss(nn.Cell):
@@ -198,50 +197,35 @@ def where_finite(condition: Tensor, value: Tensor) -> Tensor:
     return ops.select(condition, value, ops.zeros_like(value))
 
 
-class StepParts(NamedTuple):
-    """The parts of a micro step, compiled or op by op."""
+class MicroStep(nn.Cell):
+    """Forward and backward of one micro batch, added into the buffers, as one graph; or the parts of an eager step."""
 
-    micro_loss: MicroLoss
-    parameters: ParameterTuple  # The whole parameters that are updated.
-    adding: AddMicroBatch
-    backward_start: BackwardStart
+    is_pooled = False  # True if MindSpore's thread pool runs it.
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         loss: WeightedLoss,
         reducers: Sequence[GradientReducer],
         settings: StepSettings,
         eager: bool,
         is_empty: bool = False,
-    ) -> "StepParts":
-        """Build the parts for a loss, run op by op (``eager``) or compiled; ``is_empty`` for batches of weight 0."""
+    ) -> None:
+        """Build the step for a loss, run op by op (``eager``) or compiled; ``is_empty`` for batches of weight 0."""
+        super().__init__(auto_prefix=False)
         grads_are_reduced = reducers[0].grads_are_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
-        micro_loss = MicroLoss(loss, settings.precision, divides=not grads_are_reduced)
-        parameters = ParameterTuple(replicas_of(reducers))
-        adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite)
+        self.micro_loss = MicroLoss(loss, settings.precision, divides=not grads_are_reduced)
+        self.parameters = ParameterTuple(replicas_of(reducers))  # The whole parameters that are updated.
+        self.adding = AddMicroBatch(reducers, self.micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
-        adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
-        start: BackwardStart = "sum"  # Then gradients of all ranks have the same factor, for any rows per rank.
+        self.adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
+        # With "sum", gradients of all ranks have the same factor, for any rows per rank.
+        self.backward_start: BackwardStart = "sum"
         if not grads_are_reduced:
-            start = backward_start_of(loss, micro_loss.half, eager)
-        return StepParts(micro_loss, parameters, adding, start)
-
-
-class MicroStep(nn.Cell):
-    """Forward and backward of one micro batch, added into the buffers, as one graph."""
-
-    is_pooled = False  # True if MindSpore's thread pool runs it.
-
-    def __init__(self, parts: StepParts) -> None:
-        super().__init__(auto_prefix=False)
-        self.micro_loss = parts.micro_loss
-        self.parameters = parts.parameters
-        self.adding = parts.adding
-        self.backward_start = parts.backward_start
+            self.backward_start = backward_start_of(loss, self.micro_loss.half, eager)
         self.scales = self.backward_start != "sum" or self.micro_loss.half
         self.loss_and_grads = ops.value_and_grad(self.micro_loss, None, self.parameters, has_aux=True)
-        self._get_attr_from_cell(self.micro_loss.weighted_loss.network)
+        self._get_attr_from_cell(loss.network)
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this micro batch, and an ordering token."""
@@ -261,52 +245,46 @@ class EagerMicroStep:
     structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
     gives_mean = False  # True if the step returns that mean loss.
+    ends_window = False  # True if the batch is the last one of its window.
+    left = 0  # The number of micro batches of the batch that have not begun.
 
-    def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
-        self.micro_loss = parts.micro_loss
-        self.parameters = parts.parameters
-        self.backward_start = parts.backward_start
-        self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
-        self.reducer = parts.adding.reducers[0]
-        self.is_last = is_last
-        self.adding = Compiled(lambda: parts.adding, owner, "the sum of the gradients")
-        # A network that accumulates its own gradients hands them over in the last micro batch of a window.
-        self.adds_grads = is_last or not self.reducer.accumulates
+    def __init__(self, owner: str, cell: MicroStep) -> None:
+        self.cell = cell
+        self.forgets_passes = divides_by_earlier_rows(cell.micro_loss.weighted_loss.network)
+        self.reducer = cell.adding.reducers[0]
+        # Compiled twice for a network that accumulates its own gradients: without them, and with them.
+        self.adding = Compiled(
+            lambda: cell.adding, owner, "the sum of the gradients", needs_fixed=self.reducer.accumulates
+        )
 
-    @property
-    def cell(self) -> "EagerMicroStep":
-        """The micro step, as that of a `Compiled`."""
-        return self
-
-    def begin_batch(self, structure: SequenceOf, micro_batches: int) -> None:
-        loss = self.micro_loss.weighted_loss
-        is_mean = loss.counts_rows and not loss.is_prepared and self.backward_start != "sum"
+    def begin_batch(self, structure: SequenceOf, micro_batches: int, ends_window: bool = False) -> None:
+        loss = self.cell.micro_loss.weighted_loss
+        is_mean = loss.counts_rows and not loss.is_prepared and self.cell.backward_start != "sum"
         self.structure = structure
         self.is_whole = is_mean and micro_batches == 1
         self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
+        self.ends_window = ends_window
+        self.left = micro_batches
 
     def __call__(
         self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None
     ) -> tuple[Tensor, ...]:
         if self.forgets_passes:
             clear_autograd_records()
-        self.reducer.begin_micro_batch(self.is_last)
-        values, grads = self._values_and_grads(share, tensors)
+        self.left -= 1
+        self.reducer.begin_micro_batch(self.ends_window and self.left == 0)
+        with op_by_op():
+            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
+            grad_fn = ops.value_and_grad(self._loss, None, self.cell.parameters, has_aux=True)
+            (_, *values), grads = grad_fn(share, *tensors)
         self.reducer.end_micro_batch()
-        inputs = (*values, *grads) if self.adds_grads else values
+        inputs = values if self.reducer.holds_grads else (*values, *grads)
         outputs: tuple[Tensor, ...] = self.adding(factor, *inputs, record=record)
         if self.gives_mean:
             return (*values[:2], NOTHING)
         return outputs
 
-    def _values_and_grads(self, share: Tensor, tensors: Outputs) -> tuple[Sequence[Tensor], Outputs]:
-        """Return the outputs of `WeightedLoss` and the gradients."""
-        with op_by_op():
-            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
-            (_, *values), grads = ops.value_and_grad(self._loss, None, self.parameters, has_aux=True)(share, *tensors)
-        return values, grads
-
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = None if self.is_whole else share
-        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *self.structure.rebuild(tensors))
+        outputs: tuple[Tensor, ...] = self.cell.micro_loss(rows, *self.structure.rebuild(tensors))
         return outputs

@@ -33,12 +33,21 @@ from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, StepParts, start_tensors
+from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, start_tensors
 from ms_gradaccum.training.settings import StepSettings
 
 # The number of cached batch sizes is limited, because they would fill the memory.
 _MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
+
+
+class WindowBatch(NamedTuple):
+    """A batch of a window."""
+
+    args: Args
+    kwargs: Kwargs
+    is_last: bool = False  # True if it ends its window.
+    weight: float | None = None  # The caller's weight, in place of the rows of a batch that is not split.
 
 
 class BatchResult(NamedTuple):
@@ -56,54 +65,60 @@ class BatchProgress(RunRecord):
     rounds_left = -1
 
 
-class StepKind(NamedTuple):
-    """The kind of a micro step that runs op by op."""
-
-    is_empty: bool  # True if the caller has given its batch the weight 0.
-    is_last: bool = False  # True in the last micro batch of a window, in which the network reduces its gradients.
-
-
-class BuiltSteps:
-    """The micro steps of a network, each built for its first batch."""
+class MicroSteps:
+    """The way of a network's batches into the sums of a window, by micro steps that are built for their first batch."""
 
     def __init__(
         self,
         network: nn.Cell,
         reducers: Sequence[GradientReducer],
         settings: StepSettings,
+        events: Events,
         advisor: SilentAdvisor,
     ) -> None:
         self.network = network
         self.reducers = reducers
         self.settings = settings
+        self.events = events
         self.advisor = advisor
+        if reducers[0].grads_are_reduced:
+            _check_reduced(settings)
         # The micro step as part of a larger graph, which takes nested inputs.
-        self.cell = MicroStep(StepParts.of(network.weighted_loss, reducers, settings, False))
+        self.cell = MicroStep(network.weighted_loss, reducers, settings, eager=False)
         # The keys are the structure of the inputs, nearly always a single one, and a flag for batches of weight 0.
         self.compiled: dict[tuple[SequenceOf, bool], Compiled] = {}
-        self.eager: dict[StepKind, EagerMicroStep] = {}
+        self.eager: dict[bool, EagerMicroStep] = {}  # The keys are that flag.
+        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
+        # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
+        self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
+        self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step")
+        self.jit_parts = JitParts([cell for _, cell in network.cells_and_names()], network.get_parameters())
 
-    def step_for(self, split: SplitBatch, is_eager: bool, kind: StepKind) -> Compiled | EagerMicroStep:
-        """Return the callable that runs a micro batch of a batch."""
+    @property
+    def parameters(self) -> ParameterTuple:
+        """The whole parameters that are updated."""
+        return self.cell.parameters
+
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
+        return [self.cell, self.empty_step, *self.compiled.values(), *self.preparation.compiled_cells()]
+
+    def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool, is_last: bool) -> Compiled | EagerMicroStep:
+        """Return the callable that runs the micro batches of a batch, maybe the last one of its window."""
         if is_eager:
-            step = self.eager_step(kind)
-            step.begin_batch(split.structure, len(split.micro_batches))
+            if is_empty not in self.eager:
+                lookup = sparse_lookup(self.network)
+                if lookup is not None:
+                    raise ValueError(
+                        f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
+                        f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
+                    )
+                cell = MicroStep(self.network.weighted_loss, self.reducers, self.settings, True, is_empty)
+                self.eager[is_empty] = EagerMicroStep(self.settings.owner, cell)
+            step = self.eager[is_empty]
+            step.begin_batch(split.structure, len(split.micro_batches), is_last)
             return step
-        known = self.compiled.get((split.structure, kind.is_empty))
-        return known or self._compile(split.structure, split.micro_batches[0], kind.is_empty)
-
-    def eager_step(self, kind: StepKind) -> EagerMicroStep:
-        """Return the micro step that runs op by op."""
-        if kind not in self.eager:
-            lookup = sparse_lookup(self.network)
-            if lookup is not None:
-                raise ValueError(
-                    f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
-                    f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
-                )
-            parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, kind.is_empty)
-            self.eager[kind] = EagerMicroStep(self.settings.owner, parts, kind.is_last)
-        return self.eager[kind]
+        known = self.compiled.get((split.structure, is_empty))
+        return known or self._compile(split.structure, split.micro_batches[0], is_empty)
 
     def _compile(self, structure: SequenceOf, micro_batch: MicroBatch, is_empty: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
@@ -121,7 +136,7 @@ class BuiltSteps:
 
         def build() -> nn.Cell:
             loss: WeightedLoss = self.network.loss_of(structure)
-            cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, is_empty))
+            cell = MicroStep(loss, self.reducers, self.settings, False, is_empty)
             cell.is_pooled = is_pooled
             return like_mode(cell, self.cell)
 
@@ -131,99 +146,45 @@ class BuiltSteps:
         self.advisor.after_build(len(self.compiled))
         return compiled
 
-
-class MicroSteps:
-    """The way of a network's batches into the sums of a window."""
-
-    def __init__(
-        self,
-        network: nn.Cell,
-        reducers: Sequence[GradientReducer],
-        settings: StepSettings,
-        events: Events,
-        advisor: SilentAdvisor,
-    ) -> None:
-        self.network = network
-        self.reducers = reducers
-        self.settings = settings
-        self.events = events
-        self.advisor = advisor
-        # True if other ranks may have more micro batches in a batch.
-        self.waits_for_others = reducers[0].is_distributed or reducers[0].grads_are_reduced
-        if reducers[0].grads_are_reduced:
-            _check_reduced(settings)
-        self.steps = BuiltSteps(network, reducers, settings, advisor)
-        self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
-        # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
-        self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
-        self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step")
-        self.jit_parts = JitParts([cell for _, cell in network.cells_and_names()], network.get_parameters())
-
-    @property
-    def cell(self) -> MicroStep:
-        """The micro step as part of a larger graph."""
-        return self.steps.cell
-
-    @property
-    def parameters(self) -> ParameterTuple:
-        """The whole parameters that are updated."""
-        return self.cell.parameters
-
-    def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        cells = [self.cell, self.empty_step, *self.steps.compiled.values()]
-        return cells + self.preparation.compiled_cells()
-
-    def run(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        progress: BatchProgress,
-        is_last: bool = False,
-        weight: float | None = None,
-    ) -> BatchResult:
-        """Add one batch, maybe the last of its window.
-
-        The caller's ``weight`` takes the place of the rows of a batch that is not split. ``progress`` says how far the
-        batch has come if this raises.
-        """
+    def run(self, batch: WindowBatch, progress: BatchProgress) -> BatchResult:
+        """Add one batch. If this raises, ``progress`` says how far the batch has come."""
         is_eager = runs_eagerly(self.settings.compiles)
         if is_eager:
             self.jit_parts.follow()
-        if is_eager or not self.steps.compiled:
+        if is_eager or not self.compiled:
             self.check_hooks(is_eager)
-        inputs = self.network.positional(args, kwargs)
-        if self.reducers[0].grads_are_reduced:
-            whole = self._split_on_all_ranks(inputs)
-        else:
+        inputs = self.network.positional(batch.args, batch.kwargs)
+        try:
             whole = self.network.split(*inputs)
-        split = whole
+        except Exception:
+            if self.reducers[0].grads_are_reduced:
+                # The other ranks compare their numbers of micro batches, and raise for this 0.
+                with suppress(ValueError, RuntimeError):
+                    self.reducers[0].max_micro_batches(0)
+            raise
         rows = sum(map(_rows_of, whole.micro_batches))
-        batch_rows = rows
         progress.rows = rows
+        split = whole
+        batch_rows = rows
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
-        kind = StepKind(is_empty=weight == 0.0)
-        step = self.steps.step_for(split, is_eager, kind)
-        last = step
-        if is_last and self.reducers[0].accumulates:
-            last = self.steps.step_for(split, is_eager, kind._replace(is_last=True))
+        step = self._step_for(split, is_eager, batch.weight == 0.0, batch.is_last)
         progress.rounds_left = len(split.micro_batches)
-        if self.waits_for_others:
+        if self.reducers[0].is_distributed:
             # This comes first, because all ranks must send their messages in the same order.
             progress.rounds_left = self.reducers[0].max_micro_batches(progress.rounds_left)
         # After its first batches, a compiled training may have nothing left to be warned of.
         is_seen = is_eager or self.advisor.is_on
         if is_seen:
-            batch = SeenBatch(inputs, whole, weight, is_last, is_eager)
+            seen = SeenBatch(inputs, whole, batch.weight, batch.is_last, is_eager)
             is_part = len(split.micro_batches) > 1
             make_program = functools.partial(self._program, step, batch_rows if is_part else None)
-            self.advisor.before_batch(batch, make_program)
-        parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, weight)
-        steps = [step] * (len(parts) - 1) + [last]
-        outputs = self._run_all(steps, parts, inputs, progress)
+            self.advisor.before_batch(seen, make_program)
+        parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, batch.weight)
+        outputs = self._run_all(step, parts, inputs, progress)
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)
-        gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
+        gives_mean = isinstance(step, EagerMicroStep) and step.gives_mean
         return BatchResult(outputs, gives_mean)
 
     def check_hooks(self, is_eager: bool) -> None:
@@ -231,83 +192,65 @@ class MicroSteps:
         if self.reducers[0].grads_are_reduced:
             check_hooks_run(self.settings.owner, is_eager)
             return
-        is_first = not (self.steps.compiled or self.steps.eager)
+        is_first = not (self.compiled or self.eager)
         if is_first or any(parameter.hooks() for parameter in self.parameters):
             check_not_late(self.settings.owner, self.network)
-
-    def _split_on_all_ranks(self, inputs: tuple[object, ...]) -> SplitBatch:
-        """Split a batch, or let all ranks raise where this one does."""
-        try:
-            split: SplitBatch = self.network.split(*inputs)
-        except Exception:
-            # The other ranks compare their numbers of micro batches, and raise for this 0.
-            with suppress(ValueError, RuntimeError):
-                self.reducers[0].max_micro_batches(0)
-            raise
-        return split
 
     def _parts_of(
         self, micro_batches: Sequence[MicroBatch], start: BackwardStart, batch_rows: float, weight: float | None
     ) -> list[MicroBatch]:
         """Return the micro batches with all inputs of a micro step."""
+        if weight is not None and start == "batch":
+            start = "mean"  # The share of the only micro batch is 1, also for 0 / 0.
         parts = []
         for rows, tensors in micro_batches:
-            if weight is None:
-                first = self.starts(start, rows, batch_rows)
-            else:
-                # The share of the only micro batch is 1, also for 0 / 0.
-                first = self.starts("sum" if start == "sum" else "mean", weight, weight)
+            first = self.starts(start, rows if weight is None else weight, batch_rows)
             parts.append(MicroBatch(rows, (*first, *tensors)))
         return parts
 
     def _program(self, step: Compiled | EagerMicroStep, batch_rows: float | None) -> Program:
         """Return what adds the gradients of any rows, to measure it. With no ``batch_rows``, they are a batch."""
 
-        def run(step: Compiled | EagerMicroStep, rows: Rows) -> None:
+        def add(rows: Rows, step: Compiled | EagerMicroStep = step) -> None:
             first = self.starts(step.cell.backward_start, rows.size, batch_rows or rows.size)
             step(*first, *rows.tensors)
 
-        def run_anew(rows: Rows) -> None:
+        def add_anew(rows: Rows) -> None:
             if isinstance(step, Compiled):
                 # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
-                run(Compiled(step.make_cell, self.settings.owner, "the network", self.network.network), rows)
+                add(rows, Compiled(step.make_cell, self.settings.owner, "the network", self.network.network))
                 return
             step.begin_batch(rows.structure, 2)
-            run(step, rows)
+            add(rows)
 
-        return Program(functools.partial(run, step), run_anew, [each.buffer for each in self.reducers])
+        return Program(add, add_anew, [each.buffer for each in self.reducers])
 
     def _run_all(
-        self,
-        steps: Sequence[Compiled | EagerMicroStep],
-        parts: Sequence[MicroBatch],
-        inputs: Args,
-        progress: BatchProgress,
+        self, step: Compiled | EagerMicroStep, parts: Sequence[MicroBatch], inputs: Args, progress: BatchProgress
     ) -> list[Outputs]:
         """Run each micro batch, tell the listeners, and join the micro batches that only other ranks have."""
         outputs: list[Outputs] = []
-        events = self.events
-        done = events.micro_batches
+        done = self.events.micro_batches
         is_running = False
         try:
-            for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
-                if events.heard:
-                    events.tell("on_micro_batch_begin", index, rows)
+            for index, (rows, tensors) in enumerate(parts):
+                if self.events.listeners:
+                    self.events.tell("on_micro_batch_begin", index, rows)
                 is_running = True
                 outputs.append(step(*tensors, record=progress))
                 is_running = False
                 progress.rounds_left -= 1
-                if events.heard:
-                    events.micro_batch_end(index, rows)
-            events.micro_batches = done + len(steps)
+                if self.events.listeners:
+                    self.events.micro_batch_end(index, rows)
+            self.events.micro_batches = done + len(parts)
             if self.network.needs_all_rows:
                 self.preparation.check(outputs)
         except BaseException as error:
-            events.micro_batches = done
+            self.events.micro_batches = done
             if isinstance(error, Exception) and not is_out_of_memory(type(error).__name__, f"{error}"):
                 # The rows of a first micro batch that has failed alone.
                 rows_of_first = 0
-                if is_running and not progress.has_run and len(steps) > 1:
+                if is_running and not progress.has_run and len(parts) > 1:
                     rows_of_first = parts[0].rows
                 self.advisor.explain(error, inputs, rows_of_first)
             raise

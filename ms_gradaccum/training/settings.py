@@ -51,7 +51,7 @@ class StepOptions(LoopOptions, total=False):
     accumulation_steps: AccumulationSteps
 
 
-_DEFAULTS: StepOptions = {
+_DEFAULTS: dict[str, Any] = {
     "accumulation_steps": 1,
     "clip": None,
     "skip_above": None,
@@ -68,11 +68,10 @@ def takes_options(kind: type) -> Callable[[_Init], _Init]:
 
     def show(init: _Init) -> _Init:
         hints = get_type_hints(kind)
-        defaults: dict[str, Any] = {**_DEFAULTS}
         signature = inspect.signature(init)
         own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
         options = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints
+            Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hints[name]) for name in hints
         ]
         shown: Any = init
         shown.__signature__ = signature.replace(parameters=[*own, *options])
@@ -85,8 +84,7 @@ def takes_options(kind: type) -> Callable[[_Init], _Init]:
 
 def changed_options(options: StepOptions) -> list[str]:
     """Return the names of options that are not the default."""
-    defaults: dict[str, object] = {**_DEFAULTS}
-    return [name for name, value in options.items() if value != defaults[name]]
+    return [name for name, value in options.items() if value != _DEFAULTS[name]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class StepSettings:
     @staticmethod
     def checked(owner: str, **options: "Unpack[StepOptions]") -> "StepSettings":
         """Return the settings of a step with these ``options``."""
-        every: StepOptions = {**_DEFAULTS, **options}
+        every = {**_DEFAULTS, **options}
         bad_micro_batch = every["bad_micro_batch"]
         remedy = (
             "'skip_window' skips the update of a window with an Inf or a NaN, 'drop' leaves out only its micro batch."

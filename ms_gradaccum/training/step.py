@@ -17,9 +17,7 @@ class Step(nn.Cell):
     """The body of a `TrainOneStepCell`, with one interface for all kinds. In this class, each call ends its window."""
 
     accumulation_steps = 1  # The largest number of batches of a window.
-    is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_claims = True  # False once a later step was built with the same optimizer.
-    is_unmeasured = False  # True until the loss was measured, if it should be.
     reducers: Sequence[GradientReducer] = ()
 
     def __init__(self, network: nn.Cell, settings: StepSettings) -> None:

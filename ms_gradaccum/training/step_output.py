@@ -95,14 +95,11 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     _fields = _FIELDS
     _report: OutputFields
-    # The items as given. They are read only on demand, because a read waits for the device.
-    _others: Tensor | Sequence[Tensor]
 
     def __new__(cls, *items: _Item, **fields: _Item) -> "StepOutput":
         report: Any = OutputFields(*items, **fields)
         output = super().__new__(cls, report[:3])
         output._report = report
-        output._others = report.other_losses
         return output
 
     # The properties make the fields read-only, and give type checkers their types.
@@ -141,10 +138,12 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
-        if isinstance(self._others, Tensor):
-            pairs = self._others.asnumpy().T
-            self._others = [Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0]
-        return tuple(self._others)
+        losses = self._report.other_losses
+        if isinstance(losses, Tensor):  # Read only on demand, because a read waits for the device.
+            pairs = losses.asnumpy().T
+            losses = [Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0]
+            self._report = self._report._replace(other_losses=losses)
+        return tuple(losses)
 
     @cached_property
     def is_updated(self) -> bool:
@@ -164,11 +163,11 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as a NamedTuple does, without `other_losses`, which are not scalars."""
-        return {name: getattr(self, name) for name in self._fields}
+        return dict(zip(self._fields, self._report))
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as a NamedTuple does."""
-        other = type(self)(**{**self._report._asdict(), "other_losses": self._others, **fields})
+        other = type(self)(**{**self._report._asdict(), **fields})
         for field, name in (("updated", "is_updated"), ("overflow", "has_overflow")):
             if field not in fields and name in vars(self):
                 vars(other)[name] = vars(self)[name]

@@ -11,7 +11,7 @@ from ms_gradaccum.backend.arithmetic import as_dtype, cast_each_like, scale, sca
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call
+from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call, scale_for
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import Grads
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -33,14 +33,14 @@ def _look_at(parameter: Tensor) -> Tensor:
 class Update(nn.Cell):
     """Second half of the end of a window: mean gradient, clip, optimizer, clear."""
 
-    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed: float) -> None:
+    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffer = reducer.buffer
-        # An optimizer that knows the loss scale divides by it: it gets gradients times this scale.
-        self.handed_scale = handed
         self.loss_scale = settings.precision.loss_scale
+        # An optimizer that knows the loss scale divides by it: it gets gradients times this scale.
+        self.handed_scale = scale_for(optimizer, self.loss_scale)
         self.clip = settings.clip.of(self.buffer.names)
         self.chunks = self.buffer.chunks
         if self.clip.is_own:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import MAX_INT, State, counted, is_count, is_lost, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, check_saved_list, counted, is_count, is_lost, warn
 from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.device import is_out_of_memory
 from ms_gradaccum.backend.optimizers import groups_of
-from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reduced import UNSAVED
@@ -21,7 +19,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_step import is_half
-from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps
+from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps, WindowBatch
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -52,7 +50,7 @@ class Window:
         self.network = network
         self.settings = settings
         self.optimizers = list(optimizers)
-        self.reducers = list(reducers)
+        self.reducers = reducers
         # The first buffer counts the batches for all.
         self.count = BatchCount(reducers[0].buffer)
         training = AdvisedTraining(
@@ -62,7 +60,7 @@ class Window:
             settings.check_loss,
         )
         self.advisor = Advisor(self.owner, network, optimizers, reducers, self.count, training)
-        self.micro_steps = MicroSteps(network, self.reducers, settings, events, self.advisor)
+        self.micro_steps = MicroSteps(network, reducers, settings, events, self.advisor)
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
         # The window from `reduce` until it is reset.
@@ -117,11 +115,11 @@ class Window:
         return state
 
     def load_state_dict(self, saved: State) -> None:
-        counts = check.check_saved(saved, "how many batches and overflows its windows had", _COUNTS)
+        counts = check_saved(saved, "how many batches and overflows its windows had", _COUNTS)
         groups = []
         if "groups" in saved:  # States of 0.2.0 have none.
             groups = groups_of(self.optimizers)
-        settings = check.check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
+        settings = check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
         steps: list[Callable[[], object]] = []
         for group, its in zip(groups, settings):
             steps += plain_state.plan_settings(group, its)
@@ -132,29 +130,29 @@ class Window:
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: Args, kwargs: Kwargs, is_last: bool = False, weight: float | None = None) -> BatchResult:
-        """Add one batch, maybe the last of its window. A ``weight`` of the caller takes the place of its rows."""
+    def add(self, batch: WindowBatch) -> BatchResult:
+        """Add one batch."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
                 f"batch, or give each thread its own step and network."
             )
         try:
-            result = self._run_steps(args, kwargs, is_last, weight)
+            result = self._run_steps(batch)
         finally:
             self._in_use.release()
         if self.ranks.is_on:
-            self.ranks.note_first("batch", (args, kwargs))
+            self.ranks.note_first("batch", (batch.args, batch.kwargs))
         return result
 
-    def _run_steps(self, args: Args, kwargs: Kwargs, is_last: bool, weight: float | None) -> BatchResult:
+    def _run_steps(self, batch: WindowBatch) -> BatchResult:
         """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
         while True:
             progress = BatchProgress()
             try:
-                return self.micro_steps.run(args, kwargs, progress, is_last, weight)
+                return self.micro_steps.run(batch, progress)
             except BaseException as error:
-                if not (weight is None and self._splits_more(error, progress)):
+                if not (batch.weight is None and self._splits_more(error, progress)):
                     self._end_failed(error, progress)
                     raise
 
@@ -187,7 +185,11 @@ class Window:
         if progress.has_run:
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches)
+            if batches:
+                warn(
+                    f"For '{self.owner}', a batch failed inside a window, which also discards "
+                    f"{counted(batches, 'batch')} before it. The next batch begins a new window."
+                )
         if self.can_continue_after(error):
             self.micro_steps.join(progress.rounds_left)
 
@@ -219,6 +221,8 @@ class Window:
         if self.advisor.is_on:
             self.advisor.before_update()
         try:
+            if self.reducers[0].grads_are_reduced:
+                self.reshard()
             report = self.ends.finish(full, clip)
         except BaseException:
             self.discard()
@@ -230,7 +234,8 @@ class Window:
 
     def reshard(self) -> None:
         """Cut the parameters that an evaluation has left whole."""
-        self.ends.reshard()
+        for reducer in self.reducers:
+            reducer.reshard()
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, by the reduced weights."""

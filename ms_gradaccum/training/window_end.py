@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, 
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, optimizers_in, scale_for
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -37,15 +37,16 @@ def unraised(owner: str) -> str:
 class WindowReduction(nn.Cell):
     """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
 
-    def __init__(self, owner: str, optimizer: nn.Cell, reducer: GradientReducer, loss_scale: nn.Cell) -> None:
+    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.owner = owner
+        owner = settings.owner
         self.reducer = reducer
         self.buffer = reducer.buffer
-        self.loss_scale = loss_scale
+        self.loss_scale = settings.precision.loss_scale
         self.learning_rate = LearningRate(optimizer)
-        # The keys are flags: the graph contains the learning rate, which is user code.
-        self.compiled_reports: dict[bool, Compiled] = {}
+        # The graph contains the learning rate, which is user code, unless the optimizer runs op by op.
+        self.compiled_report = Compiled(lambda: Method(self, "report", True), owner, "the report")
+        self.compiled_report_without_rate = Compiled(lambda: Method(self, "report", False), owner, "the report")
         self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
 
     def reduce_and_report(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
@@ -94,23 +95,6 @@ class WindowReduction(nn.Cell):
         report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
         return items_of(report, self.buffer.other_losses_after(done))
 
-    def run(self, is_eager: bool) -> tuple[Tensor, StepOutput]:
-        """Run `report` from the host, for an optimizer that runs op by op or not."""
-        has_rate = not is_eager
-        if has_rate not in self.compiled_reports:
-            self.compiled_reports[has_rate] = Compiled(
-                lambda: Method(self, "report", has_rate), self.owner, "the report"
-            )
-        is_bad, *items = self.compiled_reports[has_rate](NOTHING)
-        output = StepOutput(*items)
-        if is_eager:
-            output = output._replace(learning_rate=self.learning_rate.before_update())
-        return is_bad, output
-
-    def run_partial_report(self) -> StepOutput:
-        """Run `partial_report` from the host."""
-        return StepOutput(*self.compiled_partial_report(NOTHING))
-
 
 class BuiltUpdates:
     """The updates of an optimizer, each built for the first window that needs it."""
@@ -128,7 +112,7 @@ class BuiltUpdates:
         update = self.update
         if clip is not None:
             settings = replace(self.settings, clip=clip)
-            update = Update(update.optimizer, update.reducer, settings, update.handed_scale)
+            update = Update(update.optimizer, update.reducer, settings)
             like_mode(update, self.update)
         update.needs_call = needs_call(update.optimizer)
         built: Compiled | EagerUpdate
@@ -158,10 +142,9 @@ class WindowEnd(nn.Cell):
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
         self.buffer = reducer.buffer
-        loss_scale = settings.precision.loss_scale
-        self.reduction = WindowReduction(settings.owner, optimizer, reducer, loss_scale)
+        self.reduction = WindowReduction(optimizer, reducer, settings)
         self.progress = OptimizerProgress(optimizer)
-        self.update = Update(optimizer, reducer, settings, scale_for(optimizer, loss_scale))
+        self.update = Update(optimizer, reducer, settings)
         self.updates = BuiltUpdates(self.update, settings)
         # True if the optimizer runs op by op in the current window. Set by `reduce`.
         self.is_eager = False
@@ -210,18 +193,15 @@ class WindowEnd(nn.Cell):
         report["clipped_grad_norm"] = clipped_norm
         return items_of(report, others)
 
-    def runs(self, optimizer: nn.Cell) -> bool:
-        """Return whether this end runs ``optimizer``, maybe inside another one."""
-        return any(optimizer is each for each in optimizers_in(self.update.optimizer))
-
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         reduction = self.reduction
         return [
             self,
             self.update,
             reduction,
+            reduction.compiled_report,
+            reduction.compiled_report_without_rate,
             reduction.compiled_partial_report,
-            *reduction.compiled_reports.values(),
             *self.updates.compiled_cells(),
         ]
 
@@ -231,11 +211,16 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.reduction.owner}', the argument 'optimizer' must keep its {known} parameters, but got "
-                f"{count}. Build a new step after add_param_group()."
+                f"For '{self.updates.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
+                f"but got {count}. Build a new step after add_param_group()."
             )
         self.is_eager = runs_eagerly(self.updates.compiles)
-        return self.reduction.run(self.is_eager)
+        if self.is_eager:
+            is_bad, *items = self.reduction.compiled_report_without_rate(NOTHING)
+            rate = self.reduction.learning_rate.before_update()
+            return is_bad, StepOutput(*items)._replace(learning_rate=rate)
+        is_bad, *items = self.reduction.compiled_report(NOTHING)
+        return is_bad, StepOutput(*items)
 
     def finish(self, output: StepOutput, clip: Clip | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
@@ -267,13 +252,12 @@ class FullWindow(NamedTuple):
     outputs: list[StepOutput]  # One for each optimizer.
     is_bad: Tensor  # True if the loss scale was too large, also for a micro batch that was dropped.
 
-    @property
-    def report(self) -> StepOutput:
-        return self.outputs[0]
-
 
 class WindowEnds:
     """The ends of a window for all optimizers of its network, with one norm, one decision and one loss scale."""
+
+    overflows_in_a_row = 0
+    empty_in_a_row = 0  # The number of windows without weight since the last update.
 
     def __init__(
         self,
@@ -286,8 +270,6 @@ class WindowEnds:
         self.settings = settings
         self.advisor = advisor
         self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
-        self.overflows_in_a_row = 0
-        self.empty_in_a_row = 0  # The number of windows without weight since the last update.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells: list[nn.Cell | Compiled] = []
@@ -296,37 +278,35 @@ class WindowEnds:
         return cells
 
     def partial_output(self) -> StepOutput:
-        return self.of_optimizers[0].reduction.run_partial_report()
+        return StepOutput(*self.of_optimizers[0].reduction.compiled_partial_report(NOTHING))
 
     def reduce(self) -> FullWindow:
         """Reduce the sums of a full window."""
         if self.reducers[0].grads_are_reduced:
             self.reducers[0].check_window(self.settings.owner)
-        outputs: list[StepOutput] = []
-        are_bad: list[Tensor] = []
-        for end in self.of_optimizers:
-            is_bad, output = end.reduce()
-            are_bad.append(is_bad)
-            outputs.append(output)
+        is_bad, output = self.of_optimizers[0].reduce()
+        outputs = [output]
+        for end in self.of_optimizers[1:]:
+            outputs.append(end.reduce()[1])
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
+            is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))  # Another one may have an overflow.
         limit = self.settings.norm_limit
         if limit.given is not None:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
             outputs = [output._replace(updated=updated) for output in outputs]
-        return FullWindow(outputs, are_bad[0])
+        return FullWindow(outputs, is_bad)
 
     def finish(self, window: FullWindow, clip: Clip | None) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
-        if self.reducers[0].grads_are_reduced:
-            self.reshard()
         updated = window.outputs[0].is_updated
         if updated:
             window = window._replace(outputs=self._update(window.outputs, clip))
         else:
             window = self._skip(window)
-        if self.settings.precision.loss_scale.searches:
-            self._adjust_scale(updated, window)
+        loss_scale = self.settings.precision.loss_scale
+        if loss_scale.searches:
+            loss_scale.adjust(updated, window.is_bad)
         outputs = window.outputs
         if updated:
             self.overflows_in_a_row = 0
@@ -340,11 +320,6 @@ class WindowEnds:
         if len(outputs) == 1:
             return outputs[0]
         return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
-
-    def reshard(self) -> None:
-        """Cut the parameters that an evaluation has left whole."""
-        for reducer in self.reducers:
-            reducer.reshard()
 
     def _update(self, reports: list[StepOutput], clip: Clip | None) -> list[StepOutput]:
         """Run the optimizers. Return their reports."""
@@ -364,15 +339,22 @@ class WindowEnds:
 
     def _skip(self, window: FullWindow) -> FullWindow:
         """Clear the buffers without an update. Return the window as it is reported."""
-        first = window.report
+        first = window.outputs[0]
         weight = float(first.weight.asnumpy())
         if self.reducers[0].is_distributed and weight == -math.inf:
             warn(
                 f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
                 f"See the log of that rank."
             )
-            outputs = [output._replace(**_nothing()) for output in window.outputs]
-            window = FullWindow(outputs, is_bad=Tensor(False))
+            zero = Tensor(0.0, ms.float32)
+            nothing = {
+                "overflow": Tensor(False),
+                "weight": zero,
+                "loss": Tensor(math.nan, ms.float32),
+                "grad_norm": zero,
+                "clipped_grad_norm": zero,
+            }
+            window = FullWindow([output._replace(**nothing) for output in window.outputs], is_bad=Tensor(False))
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
         elif weight > 0:  # Only the limit of the norm is left as a reason.
@@ -383,25 +365,6 @@ class WindowEnds:
         for reducer in self.reducers:
             reducer.buffer.clear()
         return window
-
-    def _adjust_scale(self, updated: bool, window: FullWindow) -> None:
-        """Let the loss scale follow the window."""
-        bad = window.is_bad
-        if len(window.outputs) > 1:  # Another optimizer may have an overflow.
-            bad = Tensor(window.report.has_overflow or bool(bad.asnumpy()))
-        self.settings.precision.loss_scale.adjust(updated, bad)
-
-
-def _nothing() -> dict[str, Tensor]:
-    """Return the fields of a report on a window without a batch."""
-    zero = Tensor(0.0, ms.float32)
-    return {
-        "overflow": Tensor(False),
-        "weight": zero,
-        "loss": Tensor(math.nan, ms.float32),
-        "grad_norm": zero,
-        "clipped_grad_norm": zero,
-    }
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:

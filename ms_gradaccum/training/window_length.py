@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 from mindspore import nn
 
-from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import LOSS_INSIDE, MAX_INT, check_int, check_type, typed
 
 _RULE = "a dict from epochs to numbers of batches, a BySamples or a function"
 
@@ -38,7 +38,7 @@ class BySamples:
 
     def __post_init__(self) -> None:
         _check_milestones("BySamples", "steps", self.steps)
-        check.check_int("BySamples", "batch_size", self.batch_size, "It counts the rows of all processes.")
+        check_int("BySamples", "batch_size", self.batch_size, "It counts the rows of all processes.")
 
     def steps_at(self, batches: int) -> int:
         """Return the number of batches of a window that begins after so many batches."""
@@ -64,7 +64,7 @@ class WindowLength:
     @property
     def most(self) -> int:
         """The largest number that there may be."""
-        return self.steps if isinstance(self.steps, int) else check.MAX_INT
+        return self.steps if isinstance(self.steps, int) else MAX_INT
 
     def as_text(self) -> str:
         """Return a text that is equal on all ranks, with a function's name in place of its address."""
@@ -80,7 +80,7 @@ class WindowLength:
             return self.steps.steps_at(batches)
         if not isinstance(self.steps, dict):
             remedy = "It is called with the number of updates so far."
-            return check.check_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
+            return check_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
         if epoch is None:
             raise ValueError(
                 f"For '{self.owner}', the argument '{self.name}' counts epochs and needs a Model or a prepared "
@@ -95,7 +95,10 @@ def check_window_length(owner: str, steps: AccumulationSteps) -> WindowLength:
     if isinstance(steps, (dict, BySamples)) or _is_function(steps):
         check_schedule(owner, "accumulation_steps", steps)
     else:
-        check.check_accumulation_steps(owner, steps)
+        remedy = "It counts the batches of one update; 1 means an update per batch."
+        if isinstance(steps, nn.Cell):
+            remedy = LOSS_INSIDE
+        check_int(owner, "accumulation_steps", steps, remedy)
     return WindowLength(owner, "accumulation_steps", steps)
 
 
@@ -104,7 +107,9 @@ def check_schedule(owner: str, name: str, schedule: Schedule) -> None:
     if isinstance(schedule, dict):
         _check_milestones(owner, name, schedule)
     elif not (isinstance(schedule, BySamples) or _is_function(schedule)):
-        raise TypeError(check.argument_error(owner, name, _RULE, check.typed(schedule), _example(name)))
+        raise TypeError(
+            f"For '{owner}', the argument '{name}' must be {_RULE}, but got {typed(schedule)}. {_example(name)}"
+        )
 
 
 def _is_function(value: object) -> TypeGuard[Callable[[int], int]]:
@@ -118,14 +123,16 @@ def _example(name: str) -> str:
 
 def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None:
     remedy = _example(name)
-    check.check_type(owner, name, milestones, dict, "a dict", remedy)
+    check_type(owner, name, milestones, dict, "a dict", remedy)
     if not milestones:
-        raise ValueError(check.argument_error(owner, name, _RULE, "an empty dict", remedy))
+        raise ValueError(f"For '{owner}', the argument '{name}' must be {_RULE}, but got an empty dict. {remedy}")
     for key, steps in milestones.items():
-        check.check_type(owner, name, key, int, "a dict with ints as keys", remedy)
+        check_type(owner, name, key, int, "a dict with ints as keys", remedy)
         if key < 0:
-            raise ValueError(check.argument_error(owner, name, "a dict with keys of at least 0", key, remedy))
-        check.check_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
+            raise ValueError(
+                f"For '{owner}', the argument '{name}' must be a dict with keys of at least 0, but got {key}. {remedy}"
+            )
+        check_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 
 
 def _reached(milestones: dict[int, int], number: int) -> int:

@@ -159,7 +159,7 @@ def test_not_among_several_processes(monkeypatch):
     step = sgd_step(Weights(3), check_loss=False)
     monkeypatch.setattr(reducer_of(step), "is_distributed", True)
     structure, micro_batches, *_ = window_of(step).network.split(columns(4))
-    compiled = window_of(step).micro_steps.steps._compile(structure, micro_batches[0], False)
+    compiled = window_of(step).micro_steps._compile(structure, micro_batches[0], False)
     assert not compiled.cell.is_pooled
 
 

@@ -326,6 +326,6 @@ def test_a_compiled_step_has_a_graph_per_shape_and_few_of_them(monkeypatch):
         step(Tensor(x), Tensor(labels))
         gradient, _ = token_gradient(x, labels)
         assert_trained(network, gradient)
-    (compiled,) = step.windows[0].micro_steps.steps.compiled.values()
+    (compiled,) = step.windows[0].micro_steps.compiled.values()
     assert len(compiled.graphs) == len(shapes) <= 8
     assert compiled.general_cell is None

@@ -48,6 +48,7 @@ loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
 model = Model(loss_cell, optimizer=optimizer, accumulation_steps=2, last_window="carry", check_loss=False)
 checkpoint = StateCheckpoint(folder / "states", save_checkpoint_steps=1, keep_checkpoint_max=2)
 model.train(EPOCHS, data, callbacks=[checkpoint, Diary()], resume=True)
-held = [*network.trainable_params(), *optimizer.get_parameters(), *model.train_network.body.buffer.get_parameters()]
+buffer = model.train_network.body.reducer.buffer
+held = [*network.trainable_params(), *optimizer.get_parameters(), *buffer.get_parameters()]
 digest = hashlib.sha256(b"".join(parameter.asnumpy().tobytes() for parameter in held)).hexdigest()
 (folder / f"end_{rank}.txt").write_text(digest)

@@ -116,7 +116,7 @@ def test_breaking_out_of_a_loop_keeps_the_window():
     dataset = accumulator.prepare(FOUR)
     for _ in itertools.islice(train(accumulator, dataset), 2):
         pass
-    assert accumulator.driver.batches == 2 and accumulator.driver.data.passes._open == []
+    assert accumulator.driver.batches == 2 and accumulator.driver.data._open == []
     # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
     assert updates_of(accumulator, dataset) == [False, True, False, True]
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)

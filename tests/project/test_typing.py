@@ -20,6 +20,10 @@ from ms_gradaccum.batch.split import BatchAxis
 SPECIAL = "__init__ __new__ __call__ __enter__ __exit__ __iter__ __len__ __getitem__ __float__ __format__ __array__"
 # Types that have themselves in them are known by name.
 RECURSIVE = {"Json": Json, "BatchAxis": BatchAxis}
+# Python has these from 3.11 on, like the overloads that name them. The package names them for type checkers alone.
+FOR_CHECKERS = {}
+if hasattr(typing, "TypeVarTuple"):
+    FOR_CHECKERS = {"Unpack": typing.Unpack, "_Others": typing.TypeVarTuple("_Others")}
 
 
 def modules_of_integrations(monkeypatch):
@@ -71,7 +75,7 @@ def faults_of(item):
     for name, function in functions_of(item).items():
         # Python keeps the overloads of a function from 3.11 on.
         for each in (function, *getattr(typing, "get_overloads", lambda function: [])(function)):
-            hints = get_type_hints(each, localns=RECURSIVE)
+            hints = get_type_hints(each, localns=RECURSIVE | FOR_CHECKERS)
             faults += [f"{name}: {part}" for part, hint in hints.items() if has_any(hint)]
     if inspect.isclass(item):
         own = [each for each in item.__mro__ if each.__module__.startswith("ms_gradaccum")]

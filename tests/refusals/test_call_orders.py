@@ -435,7 +435,7 @@ class StepOrders(Modelled):
     def is_as_modelled(self):
         if not hasattr(self, "step"):
             return
-        self.compare(self.network, self.step.body.buffer, self.step.events)
+        self.compare(self.network, self.step.body.reducer.buffer, self.step.events)
         assert self.step.open_batches() == self.count
         assert self.step.events.micro_batches == self.micro_batches
 

@@ -173,7 +173,7 @@ for end in self.of_optimizers:
     ),
     Mutation(
         "the loss scale stays as it is after an overflow",
-        "training/window_end.py::WindowEnds._adjust_scale",
+        "training/window_end.py::WindowEnds.finish",
         "SCALE.adjust(UPDATED, BAD)",
         "pass",
         CLIPS,

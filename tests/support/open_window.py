@@ -25,4 +25,4 @@ def buffer_of(step):
 
 def compiled_micro_steps(step):
     """Return the compiled micro steps by what they were compiled for."""
-    return window_of(step).micro_steps.steps.compiled
+    return window_of(step).micro_steps.compiled

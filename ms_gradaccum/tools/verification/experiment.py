@@ -19,7 +19,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import MeanLoss, Run, WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps
+from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps, WindowBatch
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "verify"
@@ -80,7 +80,7 @@ class Experiment:
         self.start.begin(self.frozen)
         buffer = self.reducer.buffer
         buffer.clear()
-        self.micro_steps.run(self.inputs, {}, BatchProgress())
+        self.micro_steps.run(WindowBatch(self.inputs, {}), BatchProgress())
         inverse = buffer.reciprocal_weight()
         factor = np.float32(float(inverse))
         grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
