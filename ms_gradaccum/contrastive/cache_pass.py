@@ -291,10 +291,9 @@ def _floats_among(outputs: list[Tensor]) -> tuple[int, ...]:
     dtypes = [output.dtype for output in outputs]
     floats = tuple(i for i, dtype in enumerate(dtypes) if dtype in mstype.float_type)
     if not floats:
-        got = ", ".join(map(str, dtypes)) or "nothing"
         raise ValueError(
-            f"For 'GradCacheLoss', the argument 'backbone' must return a floating-point tensor, but got {got}. "
-            f"Return one: there is no gradient without it."
+            f"For 'GradCacheLoss', the argument 'backbone' must return a floating-point tensor, but got "
+            f"{', '.join(map(str, dtypes)) or 'nothing'}. Return one: there is no gradient without it."
         )
     return floats
 

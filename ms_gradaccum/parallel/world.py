@@ -242,10 +242,9 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
         rows[name] = array
     counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", len(rows), kind.itemsize).T
     if len(set(widths[counts > 0])) > 1:
-        got = ", ".join(map(str, widths))
         raise ValueError(
             f"For 'GradCacheLoss', a row of outputs and labels must have the same number of bytes on all ranks, but "
-            f"got {got}. Pad their other axes to one length."
+            f"got {', '.join(map(str, widths))}. Pad their other axes to one length."
         )
     received = b"".join(_gather_bytes(rows.tobytes(), counts.astype(np.int64) * widths))
     whole = [np.ascontiguousarray(np.frombuffer(received, kind)[name]) for name in names]
