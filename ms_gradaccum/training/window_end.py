@@ -290,6 +290,7 @@ class WindowEnds:
             outputs.append(end.reduce()[1])
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
+        if len(outputs) > 1 and self.settings.precision.loss_scale.searches:
             is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))  # Another one may have an overflow.
         limit = self.settings.norm_limit
         if limit.given is not None:
