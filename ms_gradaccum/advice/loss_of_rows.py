@@ -22,6 +22,8 @@ from ms_gradaccum.batch.structure import SequenceOf
 NUM_QUANTA = 16
 # Losses of whole numbers have such a divisor, too, so that rounding explains no more than this.
 MAX_OF_QUANTA = 2.0**-3
+# The rounding of a loss that is a difference of numbers of size 1, as a divergence near its minimum is.
+EPSILON = 2.0**-23
 _OWNER = "GradAccumulation"
 
 
@@ -110,7 +112,7 @@ class LossOfRows:
         if not values:
             return self.tolerance
         of_quanta = NUM_QUANTA * min(map(_quantum, values)) / max(values)
-        return max(self.tolerance, min(of_quanta, MAX_OF_QUANTA))
+        return max(self.tolerance, min(of_quanta, MAX_OF_QUANTA), EPSILON / max(values))
 
 
 def error_of(both: Loss, a: Loss, b: Loss) -> float:

@@ -30,7 +30,5 @@ def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool
         return number
     if type(number) is nn.FixedLossScaleUpdateCell:
         number = number.get_loss_scale()
-    elif isinstance(number, Tensor) and number.size == 1:
-        number = number.asnumpy().item()
     number = check_float(owner, "scale_sense", number, _REMEDY)
     return amp.FixedLossScaleManager(number, drop_overflow_update)
