@@ -126,20 +126,15 @@ class LossMeasurement:
         self.state = None
         if found[0].updates != updates:
             state = None  # What has moved since then, an update may have moved.
-        return self._finding(*self._pair_of(found), state)
+        if len(found) > 2:
+            found.sort(key=lambda part: part.mean)
+        return self._finding(found[0], found[-1], state)  # Those whose losses differ most.
 
     def measure(self, parts: list[Rows]) -> str:
         """Measure the micro batches of a batch that no training has run."""
         unknown = [Part(rows, Loss(math.nan, rows.weight, math.nan), 0) for rows in parts]
         texts = (self._finding(*pair, None) for pair in itertools.pairwise(unknown))
         return next(filter(None, texts), "")
-
-    def _pair_of(self, found: list[Part]) -> tuple[Part, Part]:
-        """Return the micro batches with the smallest and the largest loss, and in later batches those between."""
-        order = sorted(found, key=lambda part: part.mean) if len(found) > 2 else found
-        turn = self.schedule.batches.bit_length() - 1
-        half = len(order) // 2
-        return order[turn % (len(order) - half)], order[-1 - turn % half]
 
     def _finding(self, a: Part, b: Part, state: Snapshot | None) -> str:
         """Return the sentence for what is wrong with the losses of two micro batches, or an empty string."""
