@@ -11,7 +11,7 @@ from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, Group, SumMessage
 from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
-from ms_gradaccum.parallel.world import World, check_equal, gather_counts, gather_rows
+from ms_gradaccum.parallel.world import RanksDiffer, World, differing_ranks, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
@@ -161,6 +161,12 @@ class DataParallelReducer(GradientReducer):
         return done
 
     def check_replicas(self) -> None:
-        if self.checks_next:
-            check_equal(self.shared())
-            self.checks_next = self.check_weights
+        if not self.checks_next:
+            return
+        ranks = differing_ranks(self.shared())
+        if ranks:
+            raise RanksDiffer(
+                f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} "
+                f"differ from rank 0. Look for code that changes weights outside the optimizer, or on some ranks alone."
+            )
+        self.checks_next = self.check_weights
