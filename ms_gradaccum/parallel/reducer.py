@@ -1,6 +1,6 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
@@ -32,11 +32,6 @@ class GradientReducer(nn.Cell):
         self.buffer = buffer
         # By the id of a shard: what checkpoints hold in its place. They leave it out if that is None.
         self.stand_ins: dict[int, Parameter | None] = {}
-
-    @property
-    def gathers(self) -> dict[str, Callable[[object], Tensor]]:
-        """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
-        return {view.name: view.gather for view in self.stand_ins.values() if view is not None}
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
@@ -103,10 +98,6 @@ class GradientReducer(nn.Cell):
     def shared(self) -> tuple[Parameter, ...]:
         """Return the parameters that are equal on all ranks."""
         return self.replicas()
-
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
-        return self.stand_ins.get(id(parameter), parameter)
 
 
 def replicas_of(reducers: Iterable[GradientReducer]) -> list[Parameter]:
