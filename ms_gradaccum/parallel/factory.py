@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import is_a, listed, warn
+from ms_gradaccum._checks import listed, warn
 from ms_gradaccum.backend.device import can_partition, sends_bfloat16
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
@@ -339,8 +339,8 @@ def _sent_forward(network: nn.Cell) -> list[str]:
     """Return the names of operators that send tensors to other ranks: each rank may have its own experts."""
     code = NetworkCode(network)
     sent = []
-    for each in code.reached:
-        if is_a(each, Primitive) and isinstance(each.attrs.get("group"), str):
+    for each in code.of_kind(Primitive):
+        if isinstance(each.attrs.get("group"), str):
             sent.append(each.name)
     functions = ("all_to_all", "all_gather", "reduce_scatter")
     return sent + [name for name in sorted(code.names) if name.startswith(functions)]
