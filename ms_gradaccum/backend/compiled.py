@@ -187,20 +187,6 @@ def number_of(cell: nn.Cell) -> int:
 numbered: Callable[[int], nn.Cell | None] = _numbered.get
 
 
-class Eager:
-    """Call a cell op by op. ``forgets`` clears MindSpore's earlier passes, whose rows may divide a gradient."""
-
-    def __init__(self, cell: nn.Cell, forgets: bool) -> None:
-        self.cell = cell
-        self.forgets = forgets
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.forgets:
-            clear_autograd_records()
-        with op_by_op():
-            return self.cell(*tensors)
-
-
 class Method(nn.Cell):
     """A cell that calls a method of ``cell``, with its mode and settings, and with Python ``constants`` first."""
 
@@ -230,7 +216,7 @@ def execution_mode(mode: int) -> Iterator[None]:
 
 @contextmanager
 def op_by_op() -> Iterator[None]:
-    """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
+    """Switch to PYNATIVE mode and back, for code that runs op by op: in a context, or as a decorator of a function."""
     # True if MindSpore records operators for the caller's `loss.backward()`. A gradient here would end the recording.
     records = pynative_executor.grad_flag()
     with execution_mode(ms.PYNATIVE_MODE):
