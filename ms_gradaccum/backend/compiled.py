@@ -12,13 +12,14 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
-from ms_gradaccum._checks import is_lost, typed
+from ms_gradaccum._checks import is_lost, typed, warn
 from ms_gradaccum.backend.device import keeps_calls
 from ms_gradaccum.backend.mindspore_private import (
     accept_jit_functions,
     copy_compiler_settings,
     free_graphs,
     get_mode,
+    primexpr,
     pynative_executor,
     run_graph,
     use_jit_config,
@@ -185,6 +186,8 @@ def number_of(cell: nn.Cell) -> int:
 
 # Returns the cell of a number, or None if it no longer exists.
 numbered: Callable[[int], nn.Cell | None] = _numbered.get
+# Warns while a graph is compiled that calls it with a constant.
+warn_in_graph = primexpr(warn)
 
 
 class Method(nn.Cell):

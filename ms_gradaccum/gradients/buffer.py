@@ -13,7 +13,6 @@ from mindspore.ops.operations import SparseGatherV2
 from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_in_place
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.device import spread
-from ms_gradaccum.backend.in_graph import fail_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_backwards, map_tensors
 
@@ -235,8 +234,14 @@ def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
 
 @_add_dense_only.register("Tensor", "Tensor", "RowTensor")
 def _add_no_rows(factor: Tensor, total: Parameter, grad: object) -> Tensor:
-    fail_in_graph(_ROWS)
+    _refuse_rows()
     return total
+
+
+@primexpr
+def _refuse_rows() -> None:
+    """Raise while a graph is compiled."""
+    raise ValueError(_ROWS)
 
 
 def _add_number(total: Parameter, number: Tensor) -> Tensor:
