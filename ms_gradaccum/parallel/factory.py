@@ -135,16 +135,16 @@ def _reducer_of(
     totals: WindowTotals,
     dtypes: Sequence[ms.Type],
 ) -> GradientReducer:
-    layout = layout_of(kind or DataParallel(), optimizer.parameters, world.size, totals.sizes, dtypes)
+    layout = layout_of(kind or DataParallel(), optimizer.parameters, world, totals.sizes, dtypes)
     buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
     if kind is None:
         return GradientReducer(optimizer.parameters, buffer)
     if isinstance(kind, Reduced):
-        return reduced.ReducedReducer(optimizer, buffer, layout, world, kind, network)
+        return reduced.ReducedReducer(optimizer, buffer, layout, kind, network)
     if layout.shard_size == 1:
-        return DataParallelReducer(optimizer, buffer, layout, world, kind)
+        return DataParallelReducer(optimizer, buffer, layout)
     sharded = BatchShards if layout.every_batch else WindowShards
-    return sharded(optimizer, buffer, layout, world, kind)
+    return sharded(optimizer, buffer, layout)
 
 
 def _warn_of_a_sum(owner: str, ranks: int) -> None:

@@ -9,9 +9,8 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, Group, SumMessage
-from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
-from ms_gradaccum.parallel.world import RanksDiffer, World, differing_ranks, gather_counts, gather_rows
+from ms_gradaccum.parallel.world import RanksDiffer, differing_ranks, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
@@ -121,18 +120,17 @@ class DataParallelReducer(GradientReducer):
 
     is_distributed = True
 
-    def __init__(
-        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, world: World, settings: Kind
-    ) -> None:
+    def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
+        world = layout.world
         everyone = Group(world.size, world)
         alone = Group(1, world)
         sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(everyone)
         messages = [SumMessage(sums, sums, bucket, alone, everyone) for bucket in layout.replicated]
         self.messages = nn.CellList(messages, auto_prefix=False)
-        self.check_weights = settings.check_weights and world.size > 1
+        self.check_weights = layout.kind.check_weights and world.size > 1
         self.checks_next = self.check_weights  # True if the next update is checked.
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:

@@ -19,7 +19,7 @@ from ms_gradaccum.parallel.world import World
 
 def messages_of(tensors):
     """Return the messages of tensors that are whole on each rank."""
-    return layout_of(DataParallel(), tensors, 1, (), [ms.float32] * len(tensors)).replicated
+    return layout_of(DataParallel(), tensors, World(0, 1), (), [ms.float32] * len(tensors)).replicated
 
 
 class PutTogetherAndCut(nn.Cell):
