@@ -72,7 +72,7 @@ def one_graph(cell: Cell) -> Outcome:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
     batches = [training.batch(number, cell.rows) for number in (0, 1)]
-    if not has_data_sink(cell.device):
+    if not has_data_sink():
         graph = ms.jit(training.step)
         for batch in batches:
             training.note(StepOutput(*graph(*cell.share(batch))))
