@@ -9,7 +9,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
-from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.arithmetic import as_dtype, set_in_place
 from ms_gradaccum.backend.device import has_all_collectives, reduces_in_order
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -187,4 +187,4 @@ class SumMessage(nn.Cell):
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:
-    return ops.assign(target, as_dtype(part.reshape(target.shape), target.dtype))
+    return set_in_place(target, part.reshape(target.shape))

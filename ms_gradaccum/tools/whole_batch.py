@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, set_in_place
 from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.compiled import Compiled, clear_autograd_records, op_by_op, runs_eagerly
 from ms_gradaccum.backend.tensors import map_tensors
@@ -145,11 +145,7 @@ class _KeepsGradient(nn.Cell):
 
 
 _assign_dense = ops.MultitypeFuncGraph("assign_dense_gradient")
-
-
-@_assign_dense.register("Tensor", "Tensor")
-def _assign(kept: Parameter, grad: Tensor) -> Tensor:
-    return ops.assign(kept, as_dtype(grad, ms.float32))
+_assign_dense.register("Tensor", "Tensor")(set_in_place)
 
 
 @_assign_dense.register("Tensor", "RowTensor")
