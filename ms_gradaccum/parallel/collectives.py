@@ -13,8 +13,8 @@ from ms_gradaccum.backend.arithmetic import as_dtype, set_in_place
 from ms_gradaccum.backend.device import has_all_collectives, reduces_in_order
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.parallel.kinds import World
 from ms_gradaccum.parallel.layout import Bucket, Runs
-from ms_gradaccum.parallel.world import World
 
 Parts = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped by its runs.
 

@@ -17,13 +17,12 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_ro
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, World, choose_kind
 from ms_gradaccum.parallel.layout import layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
 from ms_gradaccum.parallel.world import (
-    World,
     broadcast_parameters,
     check_agreement,
     current_world,

@@ -10,8 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.parallel.kinds import Kind, Reduced
-from ms_gradaccum.parallel.world import World
+from ms_gradaccum.parallel.kinds import Kind, Reduced, World
 
 # Elements of one message. Fewer messages have less latency, larger ones need more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -22,6 +22,7 @@ from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.plain_state import assign_in_place
+from ms_gradaccum.parallel.kinds import World
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
@@ -34,13 +35,6 @@ _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of
 
 class RanksDiffer(RuntimeError):
     """Error that all ranks raise at the same time."""
-
-
-class World(NamedTuple):
-    """The rank of this process and the number of processes."""
-
-    rank: int
-    size: int
 
 
 def current_world(owner: str) -> World:

@@ -12,9 +12,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum.parallel import collectives
 from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, of_bucket
-from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.kinds import DataParallel, World
 from ms_gradaccum.parallel.layout import layout_of
-from ms_gradaccum.parallel.world import World
 
 
 def messages_of(tensors):
