@@ -14,14 +14,13 @@ from ms_gradaccum.advice.fixed_rows import explain_fixed_rows
 from ms_gradaccum.advice.gradient_exchange import Program
 from ms_gradaccum.advice.gradient_watch import GradientWatch
 from ms_gradaccum.advice.loss_measurement import LossMeasurement, not_measured
-from ms_gradaccum.advice.rank_inputs import warn_of_inputs
+from ms_gradaccum.advice.rank_inputs import FirstInput, warn_of_inputs
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
 from ms_gradaccum.batch.split import SplitBatch
 from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
-from ms_gradaccum.parallel.world import FirstInput
 
 _MANY_STRUCTURES = 8
 _Inputs = ParamSpec("_Inputs")

@@ -6,7 +6,7 @@ import mindspore as ms
 from mindspore import Tensor, nn
 
 from ms_gradaccum.advice.rows import Rows
-from ms_gradaccum.backend.compiled import Eager
+from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.snapshot import kept
 
 _OWNER = "GradAccumulation"
@@ -15,11 +15,11 @@ _OWNER = "GradAccumulation"
 def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
     """Let the error of a micro batch begin with the reason if the network takes the whole batch alone."""
     batch = Rows.of(inputs, network.batch_axis)
-    loss = Eager(network.loss_of(batch.structure), False)
+    loss = network.loss_of(batch.structure)
 
     def takes(rows: Rows) -> bool:
         try:
-            with kept(network.network):
+            with kept(network.network), op_by_op():
                 loss(Tensor(1.0, ms.float32), *rows.tensors)[0].asnumpy()
         except Exception:
             return False

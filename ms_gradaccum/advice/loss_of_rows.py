@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.backend.arithmetic import ONE
-from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.backend.snapshot import RandomNumbers, Snapshot, kept
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import IN_TRAINING_ONLY, evaluate
@@ -82,7 +82,10 @@ class LossOfRows:
         """Return the loss of rows from a forward pass, always with the same random numbers."""
         self.random.put_back(1)
         if self.is_eager:
-            return self.from_outputs(rows, Eager(self._cell(rows.structure), False)(ONE, *rows.tensors))
+            cell = self._cell(rows.structure)
+            with op_by_op():
+                outputs = cell(ONE, *rows.tensors)
+            return self.from_outputs(rows, outputs)
         if rows.structure not in self.programs:
             # Without Dropout and BatchNorm, the losses of the training tell nothing: one graph takes all lengths.
             axes = (None, *rows.axes) if self.has_evaluated else None

@@ -1,9 +1,19 @@
 """Warnings of the inputs that the ranks of a training have begun with."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.parallel.world import FirstInput
+
+
+class FirstInput(NamedTuple):
+    """The first input of a rank."""
+
+    kind: str  # A batch or gradients; empty if there is none.
+    digest: str
+
+
+NO_INPUT = FirstInput("", "")
 
 
 def warn_of_inputs(owner: str, firsts: Sequence[FirstInput]) -> None:

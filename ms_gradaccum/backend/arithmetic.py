@@ -36,9 +36,14 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
     return ops.assign_add(total, as_dtype(part, total.dtype) * factor)
 
 
+def set_in_place(total: Parameter, value: Tensor) -> Tensor:
+    """Assign a value of any dtype to a parameter and return the updated parameter."""
+    return ops.assign(total, as_dtype(value, total.dtype))
+
+
 def scale_in_place(factor: Tensor, total: Parameter) -> Tensor:
     """Multiply a parameter by a number and return the updated parameter."""
-    return ops.assign(total, as_dtype(total * factor, total.dtype))
+    return set_in_place(total, total * factor)
 
 
 def fill_in_place(number: Tensor, total: Parameter) -> Tensor:

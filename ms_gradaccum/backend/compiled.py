@@ -12,13 +12,14 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
-from ms_gradaccum._checks import is_lost, typed
+from ms_gradaccum._checks import is_lost, typed, warn
 from ms_gradaccum.backend.device import keeps_calls
 from ms_gradaccum.backend.mindspore_private import (
     accept_jit_functions,
     copy_compiler_settings,
     free_graphs,
     get_mode,
+    primexpr,
     pynative_executor,
     run_graph,
     use_jit_config,
@@ -185,20 +186,8 @@ def number_of(cell: nn.Cell) -> int:
 
 # Returns the cell of a number, or None if it no longer exists.
 numbered: Callable[[int], nn.Cell | None] = _numbered.get
-
-
-class Eager:
-    """Call a cell op by op. ``forgets`` clears MindSpore's earlier passes, whose rows may divide a gradient."""
-
-    def __init__(self, cell: nn.Cell, forgets: bool) -> None:
-        self.cell = cell
-        self.forgets = forgets
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.forgets:
-            clear_autograd_records()
-        with op_by_op():
-            return self.cell(*tensors)
+# Warns while a graph is compiled that calls it with a constant.
+warn_in_graph = primexpr(warn)
 
 
 class Method(nn.Cell):
@@ -230,7 +219,7 @@ def execution_mode(mode: int) -> Iterator[None]:
 
 @contextmanager
 def op_by_op() -> Iterator[None]:
-    """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
+    """Switch to PYNATIVE mode and back, for code that runs op by op: in a context, or as a decorator of a function."""
     # True if MindSpore records operators for the caller's `loss.backward()`. A gradient here would end the recording.
     records = pynative_executor.grad_flag()
     with execution_mode(ms.PYNATIVE_MODE):

@@ -22,7 +22,6 @@ _OUT_OF_MEMORY = re.compile(
     r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
 )
 
-simulated: str | None = None  # The device to build for, in a simulation; see `built_for` of tests/support.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
 REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program starts."
 # oneDNN 2, in earlier versions of MindSpore, is not affected.
@@ -37,13 +36,8 @@ def this_device() -> str:
 
 
 def device_target() -> str:
-    """Return the device that cells are built for: one of `DEVICES`."""
-    return simulated or this_device()
-
-
-def runs_here() -> bool:
-    """Return whether cells are built for the device of this process, so that an operator can be tried."""
-    return device_target() == this_device()
+    """Return the device that cells are built for: one of `DEVICES`. Tests put another one here."""
+    return this_device()
 
 
 def is_out_of_memory(kind: str, text: str) -> bool:
@@ -61,9 +55,9 @@ def can_partition() -> bool:
     return device_target() != "CPU"
 
 
-def has_data_sink(device: str | None = None) -> bool:
+def has_data_sink() -> bool:
     """Return whether `Model` trains a data sink as one graph. On CPU it calls the step for each batch."""
-    return (device or device_target()) != "CPU"
+    return device_target() != "CPU"
 
 
 def graphs_can_raise() -> bool:
@@ -90,15 +84,15 @@ def sends_bfloat16() -> bool:
     return this_device() != "CPU"
 
 
-def has_all_collectives(device: str) -> bool:
+def has_all_collectives() -> bool:
     """Return whether there is a ReduceScatter, and an AllGather for some of the ranks and not only for all."""
-    return device != "CPU"
+    return device_target() != "CPU"
 
 
-def reduces_in_order(device: str) -> bool:
+def reduces_in_order() -> bool:
     """Return whether each AllReduce of a graph waits for the values that it sends."""
     # On GPU, MindSpore 2.10 puts it on a stream of its own, which waits for nothing.
-    return device != "GPU"
+    return device_target() != "GPU"
 
 
 def product_dtype(device: str) -> ms.Type:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from mindspore import Tensor, nn, ops
 
@@ -84,22 +85,24 @@ class NetworkCode:
                 value = vars(value).get(each.argval)
             yield value
 
+    def of_kind(self, kinds: Any) -> list[Any]:
+        """Return the reached objects of some types."""
+        return [each for each in self.reached if is_a(each, kinds)]
+
     def reductions(self) -> list[str]:
         """Return the names of operators and functions that reduce over processes."""
-        operators = [each for each in self.reached if is_a(each, ops.Primitive)]
         # MindSpore's fault tolerance adds up a flag of its own.
-        names = {each.name for each in operators if "tft_report_before" not in each.attrs}
+        names = {each.name for each in self.of_kind(ops.Primitive) if "tft_report_before" not in each.attrs}
         return sorted((names | self.names) & _REDUCTIONS)
 
     def communicates(self) -> bool:
         """Return whether the forward pass has operators or functions that communicate between processes."""
-        operators = [each for each in self.reached if is_a(each, ops.Primitive)]
-        return any(_COLLECTIVES.search(name) for name in self.names.union(each.name for each in operators))
+        operators = {each.name for each in self.of_kind(ops.Primitive)}
+        return any(map(_COLLECTIVES.search, self.names | operators))
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""
-        cells = [each for each in self.reached if is_a(each, nn.Cell)]
-        return bool(self.names & _HOOK_NAMES) or any(map(has_backward_hook, cells))
+        return bool(self.names & _HOOK_NAMES) or any(map(has_backward_hook, self.of_kind(nn.Cell)))
 
     def has_own_backward(self) -> bool:
         """Return whether the backward pass has a `bprop` or a hook, so that it may be nonlinear."""

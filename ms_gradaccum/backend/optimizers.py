@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, counted, is_a, warn
+from ms_gradaccum._checks import LIBRARIES, LOSS_INSIDE, counted, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.mindspore_private import primexpr, registered_hooks
 from ms_gradaccum.backend.network_code import JitParts, NetworkCode
@@ -197,7 +197,7 @@ def _held(path: str, value: object, seen: dict[int, object]) -> Iterator[tuple[s
 
 def jit_parts_of(optimizer: nn.Cell) -> JitParts:
     """Return the parts that MindSpore compiles, of the optimizer and of those inside it."""
-    optimizers = [each for each in NetworkCode(optimizer).reached if is_a(each, OPTIMIZERS)]
+    optimizers = NetworkCode(optimizer).of_kind(OPTIMIZERS)
     parameters = []
     for each in optimizers:
         parameters += all_parameters(each)
@@ -223,7 +223,7 @@ def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
 
 def trains_itself(cell: nn.Cell) -> bool:
     """Return whether a cell is a training step of any project: its code reaches an optimizer."""
-    return any(is_a(each, OPTIMIZERS) for each in NetworkCode(cell).reached)
+    return bool(NetworkCode(cell).of_kind(OPTIMIZERS))
 
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:

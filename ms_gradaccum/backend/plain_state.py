@@ -8,10 +8,9 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
-from ms_gradaccum._checks import DamagedState, State
+from ms_gradaccum._checks import DamagedState, State, all_or_nothing
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]  # A value of JSON.
-_Steps = list[Callable[[], None]]  # Assignments to make after all checks.
 _PLAIN = (bool, int, float, str)
 
 
@@ -26,8 +25,8 @@ class PlainState:
 
     def load_state_dict(self, saved: object) -> None:
         """Set the attributes. Raise, without any change, if they do not match."""
-        for step in _plan(self.item, saved, type(self.item).__name__):
-            step()
+        with all_or_nothing(self):
+            _load(self.item, saved, type(self.item).__name__)
 
 
 def take_settings(group: Mapping[str, Any]) -> State:
@@ -35,15 +34,19 @@ def take_settings(group: Mapping[str, Any]) -> State:
     return {name: _as_json(value) for name, value in group.items() if _is_plain(value)}
 
 
-def plan_settings(group: dict[str, Any], saved: Any) -> _Steps:
-    """Plan to set the values that `take_settings` has returned. A rate that was a number replaces a parameter."""
-    own, steps = take_settings(group), _Steps()
+def check_settings(group: Mapping[str, Any], saved: Any) -> None:
+    """Raise unless `take_settings` may have returned ``saved``. A rate that was a number replaces a parameter."""
+    own = take_settings(group)
     _check(isinstance(saved, dict) and saved.keys() - {"lr"} == own.keys() - {"lr"}, "a group of an optimizer")
     for name, value in saved.items():
         is_number = isinstance(group[name], Parameter) and isinstance(value, float)
         _check(is_number or (_is_plain(value) and _kind(value) == _kind(group[name])), name)
-        steps.append(partial(setitem, group, name, _like(group[name], value)))
-    return steps
+
+
+def put_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set values that `check_settings` has accepted."""
+    for name, value in saved.items():
+        group[name] = _like(group[name], value)
 
 
 def _consists_of(kinds: tuple[type, ...], value: object) -> bool:
@@ -65,36 +68,33 @@ def _as_json(value: object) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _plan(item: object, saved: object, what: str) -> _Steps:
+def _load(item: object, saved: object, what: str) -> None:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} does not have the attributes {', '.join(own)} of a {type(item).__name__}")
-    steps: _Steps = []
     for name in own:
-        steps += _plan_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name))
-    return steps
+        _load_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name))
 
 
-def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], None]) -> _Steps:
-    """Plan to ``assign`` a plain value, or to change an object in place, since others may refer to it."""
+def _load_value(current: Any, saved: Any, what: str, assign: Callable[[Any], None]) -> None:
+    """``assign`` a plain value, or change an object in place, since others may refer to it."""
     if _is_plain(current):
         _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
-        return [partial(assign, _like(current, saved))]
-    if isinstance(current, LRScheduler):
-        return _plan(current, saved, what)
-    if isinstance(current, (list, tuple)):
+        assign(_like(current, saved))
+    elif isinstance(current, LRScheduler):
+        _load(current, saved, what)
+    elif isinstance(current, (list, tuple)):
         _check(isinstance(saved, list) and len(saved) == len(current), what)
-        steps: _Steps = []
         for index, (own, its) in enumerate(zip(current, saved)):
             if isinstance(current, list) or not _is_plain(own):  # Numbers in a tuple are constants.
-                steps += _plan_value(own, its, what, partial(setitem, current, index))
-        return steps
-    try:
-        tensor = Tensor(saved, current.dtype)
-    except (OverflowError, TypeError, ValueError, RuntimeError):
-        raise DamagedState(f"{what} is not a tensor") from None
-    _check(tensor.shape == current.shape, what)
-    return [partial(assign_in_place, current, tensor)]
+                _load_value(own, its, what, partial(setitem, current, index))
+    else:
+        try:
+            tensor = Tensor(saved, current.dtype)
+        except (OverflowError, TypeError, ValueError, RuntimeError):
+            raise DamagedState(f"{what} is not a tensor") from None
+        _check(tensor.shape == current.shape, what)
+        assign_in_place(current, tensor)
 
 
 def assign_in_place(target: Tensor, value: Tensor) -> None:

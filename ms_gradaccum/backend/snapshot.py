@@ -108,15 +108,15 @@ class Snapshot:
         # An iterator goes on with each pass, and nothing takes it back.
         self.iterators = list(filter(_is_used_up, reached))
         self.places = list(map(_place_of, self.iterators))
-        self.cells: list[nn.Cell] = _of_kind(reached, nn.Cell)
+        self.cells: list[nn.Cell] = self.code.of_kind(nn.Cell)
         # Reading a parameter initializes it if it waits for that. A training does so in this order.
-        tensors = {id(each): each for each in [*parameters, *_of_kind(reached, Tensor)]}
+        tensors = {id(each): each for each in [*parameters, *self.code.of_kind(Tensor)]}
         self.tensors = SnapshotTensors([*tensors.values(), *filter(is_large_array, reached)], moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
         self.contents = [(holder, content) for holder in reached if (content := content_of(holder)) is not None]
         # The variables of modules that functions assign.
         self.globals = [(names, name, names[name]) for names, name in self.code.assigned if name in names]
-        self.random = RandomNumbers(_of_kind(reached, GENERATORS))
+        self.random = RandomNumbers(self.code.of_kind(GENERATORS))
 
     def used_iterator(self) -> str:
         """Return the type of an iterator that has gone on, or that does not tell; an empty string if there is none."""
@@ -160,10 +160,6 @@ def _place_of(iterator: Any) -> object:
         return repr(iterator)
     left = operator.length_hint(iterator, -1)
     return None if left < 0 else left
-
-
-def _of_kind(values: Iterable[Any], kind: Any) -> list[Any]:
-    return [value for value in values if is_a(value, kind)]
 
 
 @contextmanager

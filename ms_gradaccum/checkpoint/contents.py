@@ -99,10 +99,8 @@ class Contents:
         """Add parameters by prefix and name. ``reducer`` may shard them; ``window`` is the index for sums."""
         for parameter in items:
             target: Tensor | None = parameter
-            gather = None
             if reducer is not None:
-                target = reducer.saved(parameter)
-                gather = reducer.gathers.get(parameter.name)
+                target = reducer.stand_ins.get(id(parameter), parameter)
             if target is None or id(parameter) in self._seen:
                 continue
             self._seen.add(id(parameter))
@@ -112,6 +110,7 @@ class Contents:
                     f"For 'save_state', all parameters of a step must have different names, but got two {name!r}. "
                     f"Rename one: parameter.name = '...'."
                 )
+            gather = None if target is parameter else target.gather
             self.held[name] = Held(target, parameter, gather, window)
 
     def state_dict(self) -> State:

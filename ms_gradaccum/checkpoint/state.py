@@ -33,8 +33,9 @@ from ms_gradaccum.gradients.norm_limit import NORMS
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import DataPosition
 from ms_gradaccum.loops.train_step import TrainOneStepCell
+from ms_gradaccum.parallel.kinds import World
 from ms_gradaccum.parallel.reducer import shared_by
-from ms_gradaccum.parallel.world import World, current_world, digest, exchange
+from ms_gradaccum.parallel.world import current_world, digest, exchange
 
 _SAVE = "save_state"
 _LOAD = "load_state"

@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum.backend.arithmetic import ONE
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Eager, Method, like_mode
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.backend.tolerances import TOLERANCES
 from ms_gradaccum.backend.training_cells import DROPOUTS
@@ -26,6 +26,7 @@ _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 Tensors = tuple[Tensor, ...]
+Run = Callable[..., Any]  # Runs a cell, op by op or compiled.
 
 
 class CachePass(Preparation):
@@ -152,11 +153,11 @@ class CachePass(Preparation):
         own = tuple(map(detach, own))
         return detach(loss), grads, own
 
-    def _build_forward(self, structure: SequenceOf, eager: bool) -> Compiled | Eager:
+    def _build_forward(self, structure: SequenceOf, eager: bool) -> Run:
         build = functools.partial(Method, self.network, "outputs_of", structure)
         return self._runner(build, "the network", self.network.backbone, eager)
 
-    def _build_loss(self, structure: SequenceOf, floats: tuple[int, ...], eager: bool) -> Compiled | Eager:
+    def _build_loss(self, structure: SequenceOf, floats: tuple[int, ...], eager: bool) -> Run:
         loss_fn = self.network.loss_fn
         # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
         return self._runner(lambda: LossAndCache(loss_fn, structure, floats), "the loss", loss_fn, eager, True)
@@ -168,17 +169,18 @@ class CachePass(Preparation):
         code: nn.Cell,
         eager: bool,
         needs_fixed: bool = False,
-    ) -> Compiled | Eager:
+    ) -> Run:
         """Return what runs a cell op by op or compiled, with the mode and the settings of the micro step."""
 
         def make() -> nn.Cell:
             return like_mode(build(), self.like)
 
         if eager:
-            return Eager(make(), forgets=False)
-        run = Compiled(make, self.owner, what, code, needs_fixed)
-        self.compiled.append(run)
-        return run
+            run: Run = op_by_op()(make().__call__)
+            return run
+        compiled = Compiled(make, self.owner, what, code, needs_fixed)
+        self.compiled.append(compiled)
+        return compiled
 
     def _message_of(self, distance: float) -> str:
         drawn = random_cells(self.network.backbone)
@@ -277,7 +279,7 @@ def _check_settings(settings: BatchSettings, reducer: GradientReducer, loss_fn: 
         )
 
 
-def _outputs_of_each(run: Compiled | Eager, micro_batches: list[MicroBatch]) -> list[Tensors]:
+def _outputs_of_each(run: Run, micro_batches: list[MicroBatch]) -> list[Tensors]:
     found = []
     for rows, tensors in micro_batches:
         outputs = run(*tensors)

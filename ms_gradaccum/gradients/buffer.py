@@ -13,7 +13,6 @@ from mindspore.ops.operations import SparseGatherV2
 from ms_gradaccum.backend.arithmetic import Tensors, add_in_place, as_dtype, fill_in_place
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.device import spread
-from ms_gradaccum.backend.in_graph import fail_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_backwards, map_tensors
 
@@ -101,7 +100,7 @@ class GradientBuffer(nn.Cell):
 
     def add_totals(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Add the loss and the weight of one micro batch, and return their sums."""
-        return _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
+        return add_in_place(self.loss, loss_sum), add_in_place(self.weight, weight)
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> tuple[Tensor, ...]:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""
@@ -114,11 +113,11 @@ class GradientBuffer(nn.Cell):
 
     def count_dropped(self, finite: Tensor) -> Done:
         """Count one dropped micro batch unless it is ``finite``."""
-        return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
+        return add_in_place(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
     def add_other_losses(self, losses: Tensor, weight: Tensor) -> Done:
         """Add the further losses of one micro batch with this weight. Weight 0 ignores them: they may be 0 / 0."""
-        return _add_number(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
+        return add_in_place(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
 
     def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
@@ -235,12 +234,14 @@ def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
 
 @_add_dense_only.register("Tensor", "Tensor", "RowTensor")
 def _add_no_rows(factor: Tensor, total: Parameter, grad: object) -> Tensor:
-    fail_in_graph(_ROWS)
+    _refuse_rows()
     return total
 
 
-def _add_number(total: Parameter, number: Tensor) -> Tensor:
-    return ops.assign_add(total, as_dtype(number, total.dtype))
+@primexpr
+def _refuse_rows() -> None:
+    """Raise while a graph is compiled."""
+    raise ValueError(_ROWS)
 
 
 def sparse_lookup(network: nn.Cell) -> str | None:

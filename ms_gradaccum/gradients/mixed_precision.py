@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import amp, nn
 
 from ms_gradaccum._checks import argument_error, check_choice, check_float, check_int
-from ms_gradaccum.backend.device import device_target, runs_here
+from ms_gradaccum.backend.device import this_device
 from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.gradients.clipping import pattern_indices
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
@@ -191,13 +191,13 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    if settings.dtype == ms.bfloat16 and runs_here():
+    if settings.dtype == ms.bfloat16:
         try:
             multiply(ms.bfloat16)
         except Exception as error:
             raise ValueError(
                 f"For '{owner}', the argument 'mixed_precision' must be a format of this device, but got bfloat16 on "
-                f"{device_target()}. Use float16, for example mixed_precision='fp16'."
+                f"{this_device()}. Use float16, for example mixed_precision='fp16'."
             ) from error
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)
@@ -205,7 +205,7 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
         scale = dynamic_loss_scale(
             settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval
         )
-    if scale.scales and scale.skips_overflow and runs_here() and clamps_overflow():
+    if scale.scales and scale.skips_overflow and clamps_overflow():
         raise ValueError(
             f"For '{owner}', the loss scale skips windows with an Inf, which Ascend's saturation mode never produces. "
             f"Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."

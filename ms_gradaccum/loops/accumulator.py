@@ -22,7 +22,7 @@ from ms_gradaccum._checks import (
     typed,
 )
 from ms_gradaccum.backend.arithmetic import ONE
-from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.compiled import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue

@@ -232,7 +232,7 @@ class PassSteps(Callback):
             self._check_rates(run_context.original_args())
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        if any(reducer.gathers for reducer in self.train_step.windows[0].reducers):
+        if any(reducer.stand_ins for reducer in self.train_step.windows[0].reducers):
             # In data sink mode MindSpore has put a cell around the step, of which callbacks would save shards.
             run_context.original_args().train_network = self.train_step
         # The pipeline has begun, with its first batch.

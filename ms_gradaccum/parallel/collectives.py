@@ -9,12 +9,12 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
-from ms_gradaccum.backend.arithmetic import as_dtype
-from ms_gradaccum.backend.device import device_target, has_all_collectives, reduces_in_order
+from ms_gradaccum.backend.arithmetic import as_dtype, set_in_place
+from ms_gradaccum.backend.device import has_all_collectives, reduces_in_order
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.parallel.kinds import World
 from ms_gradaccum.parallel.layout import Bucket, Runs
-from ms_gradaccum.parallel.world import World
 
 Parts = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped by its runs.
 
@@ -46,7 +46,7 @@ class AllReduce(nn.Cell):
         super().__init__(auto_prefix=False)
         self.size = group.size
         # On GPU, a ReduceScatter and an AllGather stand in for an AllReduce.
-        self.reduces = reduces_in_order(device_target())
+        self.reduces = reduces_in_order()
         if self.size > 1 and self.reduces:
             self.all_reduce = ops.AllReduce(group=group.name)
         elif self.size > 1:
@@ -75,7 +75,7 @@ class AllGather(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.all_gather = None
-        if group.is_world or has_all_collectives(device_target()):
+        if group.is_world or has_all_collectives():
             self.all_gather = ops.AllGather(group=group.name)
         else:
             # Each rank fills its own row, and an AllReduce adds them up.
@@ -102,7 +102,7 @@ class BucketedReduce(nn.Cell):
         self.index = group.index
         self.reduce_scatter = None
         # On CPU, an AllReduce of the whole tensor stands in for it.
-        if self.size > 1 and has_all_collectives(device_target()):
+        if self.size > 1 and has_all_collectives():
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
         self.all_reduce_group = AllReduce(group)
         self.all_reduce_replicas = AllReduce(replicas)
@@ -187,4 +187,4 @@ class SumMessage(nn.Cell):
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:
-    return ops.assign(target, as_dtype(part.reshape(target.shape), target.dtype))
+    return set_in_place(target, part.reshape(target.shape))

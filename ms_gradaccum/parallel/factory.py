@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import is_a, listed, warn
+from ms_gradaccum._checks import listed, warn
 from ms_gradaccum.backend.device import can_partition, sends_bfloat16
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
 from ms_gradaccum.backend.optimizers import inner_optimizer, keeps_absent_rows
@@ -17,13 +17,12 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_ro
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, World, choose_kind
 from ms_gradaccum.parallel.layout import layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
 from ms_gradaccum.parallel.shards import BatchShards, WindowShards, check_shardable
 from ms_gradaccum.parallel.world import (
-    World,
     broadcast_parameters,
     check_agreement,
     current_world,
@@ -135,16 +134,16 @@ def _reducer_of(
     totals: WindowTotals,
     dtypes: Sequence[ms.Type],
 ) -> GradientReducer:
-    layout = layout_of(kind or DataParallel(), optimizer.parameters, world.size, totals.sizes, dtypes)
+    layout = layout_of(kind or DataParallel(), optimizer.parameters, world, totals.sizes, dtypes)
     buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
     if kind is None:
         return GradientReducer(optimizer.parameters, buffer)
     if isinstance(kind, Reduced):
-        return reduced.ReducedReducer(optimizer, buffer, layout, world, kind, network)
+        return reduced.ReducedReducer(optimizer, buffer, layout, kind, network)
     if layout.shard_size == 1:
-        return DataParallelReducer(optimizer, buffer, layout, world, kind)
+        return DataParallelReducer(optimizer, buffer, layout)
     sharded = BatchShards if layout.every_batch else WindowShards
-    return sharded(optimizer, buffer, layout, world, kind)
+    return sharded(optimizer, buffer, layout)
 
 
 def _warn_of_a_sum(owner: str, ranks: int) -> None:
@@ -339,8 +338,8 @@ def _sent_forward(network: nn.Cell) -> list[str]:
     """Return the names of operators that send tensors to other ranks: each rank may have its own experts."""
     code = NetworkCode(network)
     sent = []
-    for each in code.reached:
-        if is_a(each, Primitive) and isinstance(each.attrs.get("group"), str):
+    for each in code.of_kind(Primitive):
+        if isinstance(each.attrs.get("group"), str):
             sent.append(each.name)
     functions = ("all_to_all", "all_gather", "reduce_scatter")
     return sent + [name for name in sorted(code.names) if name.startswith(functions)]

@@ -1,12 +1,19 @@
-"""Parallelism options."""
+"""Parallelism options, and the processes that they are for."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from ms_gradaccum._checks import check_bool, check_choice, check_int, check_type
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
+
+
+class World(NamedTuple):
+    """The rank of this process and the number of processes."""
+
+    rank: int
+    size: int
 
 
 class _Flags:

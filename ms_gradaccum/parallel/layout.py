@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.parallel.kinds import Kind, Reduced
+from ms_gradaccum.parallel.kinds import Kind, Reduced, World
 
 # Elements of one message. Fewer messages have less latency, larger ones need more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
@@ -41,11 +41,13 @@ class Bucket(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The memory and the messages of a `GradientReducer`, computed only from the shapes of the tensors.
+    """The memory and the messages of the `GradientReducer` of a kind, computed only from the shapes of the tensors.
 
     The indices of the scalars follow those of the tensors. Scalars are in the first message, which is sent in float32.
     """
 
+    kind: Kind
+    world: World
     shard_size: int  # The number of ranks that together have one copy of the shards.
     parts: Shapes  # The shapes of one rank's tensors.
     is_sharded: tuple[bool, ...]  # One flag per tensor.
@@ -66,11 +68,11 @@ def shard_size_of(parameter: Parameter) -> int:
 
 
 def layout_of(
-    kind: Kind, tensors: Sequence[Tensor], ranks: int, scalars: Sequence[int], dtypes: Sequence[ms.Type]
+    kind: Kind, tensors: Sequence[Tensor], world: World, scalars: Sequence[int], dtypes: Sequence[ms.Type]
 ) -> Layout:
     """Return the layout for scalars and for gradients with the sizes of ``tensors``."""
     # The `scalars` have these sizes. Gradients are sent in these `dtypes`.
-    shard_size = ranks if kind.shard_size == -1 else kind.shard_size
+    shard_size = world.size if kind.shard_size == -1 else kind.shard_size
     parts = tuple(_part_of(tensor, shard_size, kind.threshold) for tensor in tensors)
     is_sharded = tuple(part != tensor.shape for part, tensor in zip(parts, tensors))
     is_sent = not isinstance(kind, Reduced)
@@ -88,6 +90,8 @@ def layout_of(
         cut = [i for i in backwards if is_sharded[i]]
         sharded += [Bucket.of(indices, dtype, own_sizes) for indices in fill_buckets(cut, sizes, BUCKET_SIZE)]
     return Layout(
+        kind=kind,
+        world=world,
         shard_size=shard_size,
         parts=parts,
         is_sharded=is_sharded,

@@ -22,7 +22,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import RanksDiffer, World, gather_counts
+from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
@@ -115,12 +115,11 @@ class ReducedReducer(DataParallelReducer):
         optimizer: nn.Cell,
         buffer: GradientBuffer,
         layout: Layout,
-        world: World,
         settings: Reduced,
         network: nn.Cell,
     ) -> None:
-        super().__init__(optimizer, buffer, layout, world, settings)
-        ranks = world.size
+        super().__init__(optimizer, buffer, layout)
+        ranks = layout.world.size
         self.is_distributed = ranks > 1
         self.grads_are_reduced = True
         self.schedulers = schedulers_of(network)

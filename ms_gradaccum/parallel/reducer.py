@@ -1,6 +1,6 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
@@ -9,9 +9,8 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, Group, SumMessage
-from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import Layout
-from ms_gradaccum.parallel.world import World, check_equal, gather_counts, gather_rows
+from ms_gradaccum.parallel.world import RanksDiffer, differing_ranks, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
@@ -32,11 +31,6 @@ class GradientReducer(nn.Cell):
         self.buffer = buffer
         # By the id of a shard: what checkpoints hold in its place. They leave it out if that is None.
         self.stand_ins: dict[int, Parameter | None] = {}
-
-    @property
-    def gathers(self) -> dict[str, Callable[[object], Tensor]]:
-        """By the name of a sharded parameter, which another cell may change, the function for its whole value."""
-        return {view.name: view.gather for view in self.stand_ins.values() if view is not None}
 
     def most(self, doing: str, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
@@ -104,10 +98,6 @@ class GradientReducer(nn.Cell):
         """Return the parameters that are equal on all ranks."""
         return self.replicas()
 
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
-        return self.stand_ins.get(id(parameter), parameter)
-
 
 def replicas_of(reducers: Iterable[GradientReducer]) -> list[Parameter]:
     """Return the whole parameters of all reducers."""
@@ -130,18 +120,17 @@ class DataParallelReducer(GradientReducer):
 
     is_distributed = True
 
-    def __init__(
-        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, world: World, settings: Kind
-    ) -> None:
+    def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
+        world = layout.world
         everyone = Group(world.size, world)
         alone = Group(1, world)
         sums = (*buffer.sums, *buffer.totals())
         self.all_reduce_world = AllReduce(everyone)
         messages = [SumMessage(sums, sums, bucket, alone, everyone) for bucket in layout.replicated]
         self.messages = nn.CellList(messages, auto_prefix=False)
-        self.check_weights = settings.check_weights and world.size > 1
+        self.check_weights = layout.kind.check_weights and world.size > 1
         self.checks_next = self.check_weights  # True if the next update is checked.
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
@@ -161,6 +150,12 @@ class DataParallelReducer(GradientReducer):
         return done
 
     def check_replicas(self) -> None:
-        if self.checks_next:
-            check_equal(self.shared())
-            self.checks_next = self.check_weights
+        if not self.checks_next:
+            return
+        ranks = differing_ranks(self.shared())
+        if ranks:
+            raise RanksDiffer(
+                f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} "
+                f"differ from rank 0. Look for code that changes weights outside the optimizer, or on some ranks alone."
+            )
+        self.checks_next = self.check_weights

@@ -12,8 +12,6 @@ from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.parallel.reducer import GradientReducer
 
-Gather = Callable[[object], Tensor]
-
 
 def stand_in(
     shard: Parameter, ranks: int, gather_rows: Callable[[Tensor], Tensor], own_rows: Callable[[Array], Array]
@@ -60,23 +58,27 @@ def whole_parameters(
     found: Iterable[tuple[str, Parameter]], reducers: Sequence[GradientReducer]
 ) -> Iterator[tuple[str, Parameter]]:
     """Yield the parameters of a training step as MindSpore saves and loads them: whole ones in place of shards."""
+    stand_ins = _stand_ins_of(reducers)
     for name, parameter in found:
-        saved: Parameter | None = parameter
-        for reducer in reducers:
-            if saved is not None:
-                saved = reducer.saved(saved)
+        saved = stand_ins.get(id(parameter), parameter)
         if saved is not None:
             yield name, saved
 
 
 def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
     """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
-    gathers: dict[str, Gather] = {}
-    for reducer in reducers:
-        gathers |= reducer.gathers
+    # By name, which another cell may change.
+    gathers = {view.name: view.gather for view in _stand_ins_of(reducers).values() if view is not None}
     if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
         # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a
         # reshape. MindSpore leaves out no part where it removes redundancy: all of the group have another one.
         layout = [[get_group_size()], [-1], [], 0, True, GlobalComm.WORLD_COMM_GROUP, [], []]
         step.parameter_layout_dict = dict.fromkeys(gathers, layout)
         step.parallel_parameter_merge_net_dict = gathers
+
+
+def _stand_ins_of(reducers: Sequence[GradientReducer]) -> dict[int, Parameter | None]:
+    found: dict[int, Parameter | None] = {}
+    for reducer in reducers:
+        found |= reducer.stand_ins
+    return found

@@ -27,11 +27,9 @@ from ms_gradaccum.parallel.collectives import (
     of_bucket,
     split_message,
 )
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.saved_shards import stand_in
-from ms_gradaccum.parallel.world import World
 
 _HSDP = "HSDP"
 # Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
@@ -45,21 +43,15 @@ _WHOLE = frozenset(
 class WindowShards(DataParallelReducer):
     """Reducer that shards an optimizer built for whole parameters. It reduces the sums to shards in each window."""
 
-    def __init__(
-        self,
-        optimizer: nn.Optimizer,
-        buffer: GradientBuffer,
-        layout: Layout,
-        world: World,
-        settings: DataParallel | HSDP,
-    ) -> None:
+    def __init__(self, optimizer: nn.Optimizer, buffer: GradientBuffer, layout: Layout) -> None:
+        world = layout.world
         size = layout.shard_size
         group = Group(size, world, world.rank // size * size)
         whole = tuple(optimizer.parameters)
         sharded = [i for i, part in enumerate(layout.is_sharded) if part]
         own_rows = partial(_rows_of, size, group.index)
         state = _shard_optimizer(optimizer, sharded, own_rows)
-        super().__init__(optimizer, buffer, layout, world, settings)
+        super().__init__(optimizer, buffer, layout)
         # The ranks that have one copy of the shards together, and those that have the same ones.
         self.groups = (group, Group(world.size // size, world, group.index, size))
         self.index = group.index

@@ -12,16 +12,17 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.backend.arrays import Array, few_elements
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.plain_state import assign_in_place
+from ms_gradaccum.parallel.kinds import World
 
 # Types of errors that are raised alike on all ranks. Any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
@@ -34,13 +35,6 @@ _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of
 
 class RanksDiffer(RuntimeError):
     """Error that all ranks raise at the same time."""
-
-
-class World(NamedTuple):
-    """The rank of this process and the number of processes."""
-
-    rank: int
-    size: int
 
 
 def current_world(owner: str) -> World:
@@ -120,7 +114,7 @@ def _gather_pairs(doing: str, first: int, second: int = 0) -> Array:
         raise RanksDiffer(f"{_UNLIKE} this rank {doing} and another one adds up gradients. {_ALL}")
     if any(received[:, 1] != kind):
         texts = [each.decode().strip() for each in _gather_bytes(doing.encode(), [_LONGEST] * len(received))]
-        rank = _unlike_first(texts)[0]
+        rank = unlike_first(texts)[0]
         raise RanksDiffer(f"{_UNLIKE} rank 0 {texts[0]} and rank {rank} {texts[rank]}. {_ALL}")
     return received[:, 2:]
 
@@ -138,7 +132,7 @@ def _collective(broadcasts: bool) -> Compiled:
     return Compiled(lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True)
 
 
-def _unlike_first(values: Sequence[object]) -> list[int]:
+def unlike_first(values: Sequence[object]) -> list[int]:
     """Return the ranks whose value is not that of rank 0. Texts are compared: a NaN is not equal to itself."""
     return [rank for rank, value in enumerate(values) if repr(value) != repr(values[0])]
 
@@ -146,56 +140,16 @@ def _unlike_first(values: Sequence[object]) -> list[int]:
 def check_agreement(owner: str, settings: dict[str, object], doing: str = "builds a training step") -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
     hashes = gather_values(doing, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
-    if not _unlike_first(hashes):
+    if not unlike_first(hashes):
         return
     everyone = gather_values(doing, settings)
     for name in dict.fromkeys(chain(*everyone)):
         values = [theirs.get(name) for theirs in everyone]
-        others = _unlike_first(values)
+        others = unlike_first(values)
         if others:
             raise ValueError(
                 f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank 0 and "
                 f"{values[others[0]]} on rank {others[0]}. Start all ranks with the same settings."
-            )
-
-
-class FirstInput(NamedTuple):
-    """The first input of a rank."""
-
-    kind: str  # A batch or gradients; empty if there is none.
-    digest: str
-
-
-NO_INPUT = FirstInput("", "")
-
-
-class RankState(NamedTuple):
-    """The state of a rank at the end of a window."""
-
-    first: FirstInput
-    alike: dict[str, object]  # What must be equal on all ranks, by name.
-
-
-def gather_states(
-    first: FirstInput, averages: list[str], rates: list[float], parameters: Iterable[Parameter]
-) -> list[RankState]:
-    """Return the states of all ranks. Collective."""
-    alike = {"averages (EMA)": averages, "learning rate": rates, "parameters": digest(parameters, sampled=True)}
-    states = []
-    for its_first, its_alike in gather_values("ends a window", [first, alike]):
-        states.append(RankState(FirstInput(*its_first), its_alike))
-    return states
-
-
-def check_states(owner: str, states: Sequence[RankState]) -> None:
-    """Raise if the ranks have other averages, learning rates or parameters before an update."""
-    for what in states[0].alike:
-        ranks = _unlike_first([state.alike[what] for state in states])
-        if ranks:
-            raise RanksDiffer(
-                f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
-                f"0. Give all optimizers the same numbers; load a checkpoint, add an EMA, step a scheduler and change "
-                f"parameters on all ranks or on none."
             )
 
 
@@ -210,17 +164,7 @@ def digest(tensors: Iterable[Tensor], sampled: bool = False) -> str:
 
 def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
     """Return the ranks whose values differ from rank 0 in any bit. Collective."""
-    return _unlike_first(gather_values("compares parameters", digest(tensors)))
-
-
-def check_equal(parameters: Iterable[Parameter]) -> None:
-    """Raise on every rank if the ranks' weights differ after an update. Collective."""
-    ranks = differing_ranks(parameters)
-    if ranks:
-        raise RanksDiffer(
-            f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
-            f"from rank 0. Look for code that changes weights outside the optimizer, or on some ranks alone."
-        )
+    return unlike_first(gather_values("compares parameters", digest(tensors)))
 
 
 def broadcast_parameters(tensors: Iterable[Tensor]) -> None:

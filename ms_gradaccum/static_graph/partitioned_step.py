@@ -16,8 +16,7 @@ from mindspore.common.initializer import initializer
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.loss_measurement import not_measured
 from ms_gradaccum.backend.arithmetic import scale
-from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.compiled import graph_mode, warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors

@@ -9,7 +9,7 @@ from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, warn
-from ms_gradaccum.backend.device import reduces_in_order, this_device
+from ms_gradaccum.backend.device import reduces_in_order
 from ms_gradaccum.backend.mindspore_private import (
     auto_parallel_context,
     clear_auto_parallel_context,
@@ -83,8 +83,7 @@ def _error(name: str, rule: str, got: object, remedy: str, owner: str = _OWNER) 
 
 def _warn_of_messages() -> None:
     """Warn where messages do not wait for the values that they send."""
-    # In a simulation, the device is a CPU.
-    if not reduces_in_order(this_device()) and not launches_block():
+    if not reduces_in_order() and not launches_block():
         warn(
             "For 'TrainOneStepCell', a semi-auto-parallel step on GPU may send values too early in MindSpore 2.10, "
             "so that parameters become wrong, with MindSpore's own step too. Call mindspore.runtime.launch_blocking() "

@@ -1,16 +1,16 @@
 """The whole batch in one piece with MindSpore's own step, and its difference from micro batches with ours."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, set_in_place
 from ms_gradaccum.backend.arrays import Array
-from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, clear_autograd_records, op_by_op, runs_eagerly
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, zeros
@@ -97,14 +97,16 @@ class WholeBatch:
         self.optimizer = _KeepsGradient(parameters, optimizer, max_norm)
         cell = nn.TrainOneStepCell(loss_cell, self.optimizer)
         cell.grad_reducer = nn.Identity()  # The batch is that of this process, also in a job.
-        self.step: Eager | Compiled
+        self.step: Callable[..., Tensor]
         if runs_eagerly(compiles):
-            self.step = Eager(cell, True)
+            self.step = op_by_op()(cell.__call__)
         else:
             self.step = Compiled(lambda: cell, owner, "the network", code, needs_fixed=True)
 
     def train(self, *tensors: object) -> tuple[float, list[Array]]:
         """Train on a batch. Return its mean loss and its gradient before clipping."""
+        if not isinstance(self.step, Compiled):
+            clear_autograd_records()  # MindSpore may divide a gradient by the rows of earlier passes.
         loss = self.step(*tensors)
         return float(loss), [grad.asnumpy().copy() for grad in self.optimizer.kept]
 
@@ -143,11 +145,7 @@ class _KeepsGradient(nn.Cell):
 
 
 _assign_dense = ops.MultitypeFuncGraph("assign_dense_gradient")
-
-
-@_assign_dense.register("Tensor", "Tensor")
-def _assign(kept: Parameter, grad: Tensor) -> Tensor:
-    return ops.assign(kept, as_dtype(grad, ms.float32))
+_assign_dense.register("Tensor", "Tensor")(set_in_place)
 
 
 @_assign_dense.register("Tensor", "RowTensor")

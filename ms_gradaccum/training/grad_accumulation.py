@@ -20,7 +20,7 @@ from ms_gradaccum._checks import (
     refuse_nameless,
     refuse_unknown,
 )
-from ms_gradaccum.backend.in_graph import warn_in_graph
+from ms_gradaccum.backend.compiled import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
-from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.arithmetic import ONE, scale_wide
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, RunRecord, clear_autograd_records, op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -62,9 +61,7 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
     """Return whether MindSpore may divide a gradient by the rows of the process's first batch (`BCEWithLogitsLoss`)."""
     code = NetworkCode(network)
-    if "binary_cross_entropy_with_logits" in code.names:
-        return True
-    return any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
+    return "binary_cross_entropy_with_logits" in code.names or bool(code.of_kind(_LOGITS_LOSSES))
 
 
 def is_half(network: nn.Cell, precision: Precision) -> bool:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from mindspore import nn
 
 from ms_gradaccum.advice.advisor import SilentAdvisor
+from ms_gradaccum.advice.rank_inputs import NO_INPUT, FirstInput
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.split import Flattened
 from ms_gradaccum.parallel.reducer import GradientReducer, shared_by
-from ms_gradaccum.parallel.world import NO_INPUT, FirstInput, check_states, digest, gather_states
+from ms_gradaccum.parallel.world import RanksDiffer, digest, gather_values, unlike_first
 from ms_gradaccum.training.events import Events
 
 
@@ -52,9 +53,19 @@ class RankComparison:
 
     def compare(self) -> None:
         """Raise if learning rates, parameters or averages differ. Collective: all ranks must call it."""
-        shared = shared_by(self.reducers)
-        averages = sorted(extra.agreed() for extra in self.events.extras)
-        states = gather_states(self.first or NO_INPUT, averages, settable_rates(self.optimizers), shared)
+        alike = {
+            "averages (EMA)": sorted(extra.agreed() for extra in self.events.extras),
+            "learning rate": settable_rates(self.optimizers),
+            "parameters": digest(shared_by(self.reducers), sampled=True),
+        }
+        everyone = gather_values("ends a window", [self.first or NO_INPUT, alike])
         self.first = NO_INPUT
-        self.advisor.after_first_inputs([state.first for state in states])
-        check_states(self.owner, states)
+        self.advisor.after_first_inputs([FirstInput(*first) for first, _ in everyone])
+        for what in alike:
+            ranks = unlike_first([its[what] for _, its in everyone])
+            if ranks:
+                raise RanksDiffer(
+                    f"For '{self.owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ "
+                    f"from rank 0. Give all optimizers the same numbers; load a checkpoint, add an EMA, step a "
+                    f"scheduler and change parameters on all ranks or on none."
+                )

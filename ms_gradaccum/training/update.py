@@ -4,10 +4,10 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.arithmetic import as_dtype, cast_each_like, scale, scale_each_in_place
+from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in_place, set_in_place
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
@@ -16,10 +16,6 @@ from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import Grads
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
-
-
-def _store(total: Parameter, value: Tensor) -> Tensor:
-    return ops.assign(total, as_dtype(value, total.dtype))
 
 
 def _value_of(grad: Tensor) -> Tensor:
@@ -102,7 +98,7 @@ class Update(nn.Cell):
                 clipped = self.clip(clipped, chunk_of(norms, begin, end))
             else:
                 clipped = self.clip(clipped, norm, *limit)
-            stored = map_tensors(_store, sums, clipped)
+            stored = map_tensors(set_in_place, sums, clipped)
             means += stored
             factor = copy_after(factor, stored)
         return means

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from mindspore import Tensor, nn
 
@@ -120,12 +120,11 @@ class Window:
         if "groups" in saved:  # States of 0.2.0 have none.
             groups = groups_of(self.optimizers)
         settings = check_saved_list(saved.get("groups", []), "groups of parameters", len(groups))
-        steps: list[Callable[[], object]] = []
         for group, its in zip(groups, settings):
-            steps += plain_state.plan_settings(group, its)
+            plain_state.check_settings(group, its)
         self.loss_scale.chooser_state.load_state_dict(saved.get("loss_scale"))
-        for step in steps:
-            step()
+        for group, its in zip(groups, settings):
+            plain_state.put_settings(group, its)
         self.count.set(counts["batches"])
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]

@@ -10,9 +10,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly, warn_in_graph
 from ms_gradaccum.backend.device import graphs_can_raise
-from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call
 from ms_gradaccum.backend.tensors import Done

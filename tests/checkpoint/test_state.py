@@ -20,7 +20,7 @@ from ms_gradaccum.backend.random_states import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.loops.data_position import DataPosition, Sources, skipping
-from ms_gradaccum.parallel.world import World
+from ms_gradaccum.parallel.kinds import World
 
 
 class Keeping(nn.Optimizer):

@@ -12,14 +12,13 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum.parallel import collectives
 from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, of_bucket
-from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.kinds import DataParallel, World
 from ms_gradaccum.parallel.layout import layout_of
-from ms_gradaccum.parallel.world import World
 
 
 def messages_of(tensors):
     """Return the messages of tensors that are whole on each rank."""
-    return layout_of(DataParallel(), tensors, 1, (), [ms.float32] * len(tensors)).replicated
+    return layout_of(DataParallel(), tensors, World(0, 1), (), [ms.float32] * len(tensors)).replicated
 
 
 class PutTogetherAndCut(nn.Cell):

@@ -36,7 +36,7 @@ def test_a_head_in_blocks_and_micro_batches_by_tokens_are_refused():
 
 @pytest.mark.parametrize("device,waits,warns", [("GPU", False, 1), ("GPU", True, 0), ("Ascend", False, 0)])
 def test_on_a_gpu_messages_that_do_not_wait_are_named(device, waits, warns, monkeypatch, recwarn):
-    monkeypatch.setattr(settings, "this_device", lambda: device)
+    monkeypatch.setattr("ms_gradaccum.backend.device.device_target", lambda: device)
     monkeypatch.setattr(settings, "launches_block", lambda: waits)
     cell = GradAccumulation(mse(line()), 2)
     check_step(IN_CONTEXT, cell, sgd(cell))

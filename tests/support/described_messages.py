@@ -39,19 +39,19 @@ def _message(ranks, operator, nbytes):
 
 
 def all_reduce(ranks, elements, itemsize=FLOAT):
-    if device.reduces_in_order(device.this_device()):
+    if device.reduces_in_order():
         return _message(ranks, "AllReduce", elements * itemsize)
     part = -(-elements // ranks) * itemsize
     return reduce_scatter(ranks, part) + all_gather(ranks, part)
 
 
 def reduce_scatter(ranks, nbytes):
-    scatters = device.has_all_collectives(device.this_device())
+    scatters = device.has_all_collectives()
     return _message(ranks, "ReduceScatter" if scatters else "AllReduce", nbytes * ranks)
 
 
 def all_gather(ranks, nbytes):
-    if ranks == get_group_size() or device.has_all_collectives(device.this_device()):
+    if ranks == get_group_size() or device.has_all_collectives():
         return _message(ranks, "AllGather", nbytes)
     return _message(ranks, "AllReduce", nbytes * ranks)
 

@@ -115,7 +115,7 @@ def values_of(network: nn.Cell) -> list[Array]:
 
 
 class Training:
-    """A network with the step that trains it in windows, and the loss and the norm of its last update, if known."""
+    """A network with the step that trains it in windows, and the outputs of its updates, if known."""
 
     def __init__(
         self,
@@ -133,8 +133,7 @@ class Training:
         self.window = window
         self.max_norm = max_norm
         self.network = perceptron()
-        self.losses: list[float] = []
-        self.norms: list[float] = []
+        self.outputs: list[StepOutput] = []
         # Built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
         self.step = TrainOneStepCell(
@@ -147,17 +146,12 @@ class Training:
         ).set_train()
 
     def feed(self, *numbers: int) -> "Training":
-        """Train this process's rows of batches, and record the reports of the updates."""
+        """Train this process's rows of batches, and keep the outputs of the updates."""
         for number in numbers:
             output = self.step(*self.cell.share(self.batch(number, self.cell.rows)))
             if output.is_updated:
-                self.note(output)
+                self.outputs.append(output)
         return self
-
-    def note(self, output: StepOutput) -> None:
-        """Record the loss and the norm of an update."""
-        self.losses = [float(output)]
-        self.norms = [float(output.grad_norm)]
 
     def compared(self) -> Outcome:
         """Compare two updates with MindSpore's own step, which gets each window as one batch."""
@@ -173,7 +167,9 @@ class Training:
         values = values_of(network)
         whole = Run([loss], list(map(np.subtract, values, start)), norms=[total_norm(grads)])
         changes = list(map(np.subtract, values_of(self.network), start))
-        found = relative_differences(Run(self.losses, changes, norms=self.norms), whole)
+        last = self.outputs[-1:]
+        window = Run(list(map(float, last)), changes, norms=[float(output.grad_norm) for output in last])
+        found = relative_differences(window, whole)
         worst = max(found, key=lambda name: found[name])
         # The parameters are rounded in each of two updates.
         largest = max(float(np.abs(value).max()) for value in values)

@@ -46,10 +46,9 @@ def overflow(cell: Cell) -> Outcome:
     is_unchanged = all(map(np.array_equal, values_of(training.network), before))
     if not is_unchanged or output.is_updated:
         raise ValueError("a window with an Inf in its gradient made an update")
-    output = training.step(*cell.share(training.batch(0, cell.rows)))
-    training.note(output)
-    if float(output.loss_scale) != _SCALE / 2:
-        raise ValueError(f"after an overflow the scale {_SCALE:g} is {output.loss_scale} where its half is right")
+    for output in training.feed(0).outputs:
+        if float(output.loss_scale) != _SCALE / 2:
+            raise ValueError(f"after an overflow the scale {_SCALE:g} is {output.loss_scale} where its half is right")
     return training.feed(1).compared()
 
 
@@ -72,10 +71,10 @@ def one_graph(cell: Cell) -> Outcome:
     """Run the window inside a larger graph: in data sink mode, or in @jit on CPU, which has no such mode."""
     training = Training(cell)
     batches = [training.batch(number, cell.rows) for number in (0, 1)]
-    if not has_data_sink(cell.device):
+    if not has_data_sink():
         graph = ms.jit(training.step)
         for batch in batches:
-            training.note(StepOutput(*graph(*cell.share(batch))))
+            training.outputs.append(StepOutput(*graph(*cell.share(batch))))
         return training.compared()
     arrays = tuple(map(np.concatenate, zip(*batches)))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)
