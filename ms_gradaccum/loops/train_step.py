@@ -92,7 +92,7 @@ class WindowDriver:
         is_meant = self.in_batch or self.is_carried
         if self.is_open and not (is_meant or self.has_warned_of_open):
             self.has_warned_of_open = True
-            batches = WindowDriver.open_batches(self)  # A step of one batch may have loaded a longer window.
+            batches = self.open_batches()
             warn(
                 f"For '{self.owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update "
                 f"was made with it. Call flush() after the loop, or drop() to discard it."
@@ -192,9 +192,6 @@ class HostDrivenStep(WindowDriver, Step):
                 f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
                 f"the step, or in a callback's on_update_end()."
             )
-
-    def open_batches(self) -> int:
-        return 0 if self.accumulation_steps == 1 else super().open_batches()
 
     def flush(self) -> StepOutput | None:
         self.check_between_batches("flush")

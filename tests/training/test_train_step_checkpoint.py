@@ -67,6 +67,25 @@ def test_more_open_batches_than_the_step_collects_are_updated_with(as_graph, tmp
         assert step.open_batches() == 0
 
 
+def test_a_step_of_one_batch_flushes_and_drops_a_longer_window_that_it_has_loaded(tmp_path):
+    path = str(tmp_path / "middle.ckpt")
+    _, step = toy_step(accumulation_steps=3)
+    for batch in FOUR[:2]:
+        step(*batch)
+    ms.save_checkpoint(step, path)
+    step.drop()
+    for ends in ("flush", "drop"):
+        _, step = toy_step(accumulation_steps=1)
+        ms.load_param_into_net(step, ms.load_checkpoint(path))
+        assert step.open_batches() == 2
+        if ends == "flush":
+            assert number(step.flush().weight) == 4
+        else:
+            assert step.drop() == 2
+        assert step.open_batches() == 0
+        assert number(step(*FOUR[2]).weight) == 2
+
+
 ADAM = {"lr": 0.1, "eps": 1.0}
 
 
