@@ -284,9 +284,10 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
             settings; or only the loss scaling, by an object of ``mindspore.amp``. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
-        bad_micro_batch (str): Treatment of an Inf or a NaN in a gradient or loss. ``"skip_window"``: its window makes
-            no update. ``"drop"``: its micro batch is left out with its weight, on any rank. This costs a pass over the
-            gradients of each micro batch. Default: ``"skip_window"``.
+        bad_micro_batch (str): Treatment of an Inf or a NaN in a gradient. ``"skip_window"``: its window makes no
+            update. ``"drop"``: its micro batch is left out with its weight, on any rank, and so is one whose loss
+            alone is not finite. This costs a pass over the gradients of each micro batch. Default:
+            ``"skip_window"``.
         compile (Union[bool, None]): ``None``: network, loss and optimizer run as a compiled graph in GRAPH mode, op by
             op in PYNATIVE mode. ``True``: as a graph there too, often several times as fast, but Python control flow
             then runs only once; :func:`verify` shows whether it trains the same. Default: ``None``.

@@ -119,6 +119,10 @@ def test_a_loss_that_is_not_finite_counts_though_its_gradient_is(eager):
     x[3:] = [0, 0, 1]
     output = step(Tensor(x))
     assert (output.is_updated, number(output.weight), number(output.loss)) == (True, 4, 0)
+    # Without the argument it stops no update, as in MindSpore's own step.
+    cell.weight.set_data(Tensor(np.float32([3e38, 3e38, 0])))
+    output = build(cell, bad_micro_batch="skip_window")(Tensor(x))
+    assert (output.is_updated, number(output.weight), number(output.loss)) == (True, ROWS, np.inf)
 
 
 def test_sparse_gradients_are_refused():
