@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import State, check_float, check_loss, check_saved, is_positive, listed, warn
-from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, as_dtype
 from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -124,20 +124,19 @@ class TrainedNetwork(Window):
     def backward(self, batch: WindowBatch) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            result = self.add(batch)
+            outputs = self.add(batch)
         except BaseException as error:
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
-        if not result.gives_mean:
-            sums = [output[0] for output in result.outputs]
-            weights = [output[1] for output in result.outputs]
-            mean: Tensor = self.run_mean_loss(*sums, *weights)
-            return mean
-        loss: Tensor = result.outputs[0][0]
-        if isinstance(loss, Parameter):
-            loss = loss + 0.0  # A copy.
-        return as_dtype(loss, ms.float32)
+        sums = [output[0] for output in outputs]
+        weights = [output[1] for output in outputs]
+        mean: Tensor = sums[0]
+        if weights[0] is not ONE:  # Otherwise it is the mean loss of the only micro batch.
+            mean = self.run_mean_loss(*sums, *weights)
+        elif isinstance(mean, Parameter):
+            mean = mean + 0.0  # A copy.
+        return as_dtype(mean, ms.float32)
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
         """Add one batch with gradients that the caller has computed."""

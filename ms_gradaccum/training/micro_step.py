@@ -244,7 +244,6 @@ class EagerMicroStep:
 
     structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
-    gives_mean = False  # True if the step returns that mean loss.
     ends_window = False  # True if the batch is the last one of its window.
     left = 0  # The number of micro batches of the batch that have not begun.
 
@@ -262,7 +261,6 @@ class EagerMicroStep:
         is_mean = loss.counts_rows and not loss.is_prepared and self.cell.backward_start != "sum"
         self.structure = structure
         self.is_whole = is_mean and micro_batches == 1
-        self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
         self.ends_window = ends_window
         self.left = micro_batches
 
@@ -280,8 +278,8 @@ class EagerMicroStep:
         self.reducer.end_micro_batch()
         inputs = values if self.reducer.holds_grads else (*values, *grads)
         outputs: tuple[Tensor, ...] = self.adding(factor, *inputs, record=record)
-        if self.gives_mean:
-            return (*values[:2], NOTHING)
+        if self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty):
+            return (values[0], ONE, NOTHING)  # Its mean loss, which is not rounded as a sum that is divided again.
         return outputs
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

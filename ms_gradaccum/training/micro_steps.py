@@ -50,13 +50,6 @@ class WindowBatch(NamedTuple):
     weight: float | None = None  # The caller's weight, in place of the rows of a batch that is not split.
 
 
-class BatchResult(NamedTuple):
-    """The result of a batch that was added to the sums of its window."""
-
-    outputs: list[Outputs]  # Those of its micro steps.
-    gives_mean: bool  # True if its only micro batch has returned its mean loss.
-
-
 class BatchProgress(RunRecord):
     """How far a batch has come, which decides what is left to do if it fails. After a run it may be in the sums."""
 
@@ -144,8 +137,8 @@ class MicroSteps:
         self.advisor.after_build(len(self.compiled))
         return compiled
 
-    def run(self, batch: WindowBatch, progress: BatchProgress) -> BatchResult:
-        """Add one batch. If this raises, ``progress`` says how far the batch has come."""
+    def run(self, batch: WindowBatch, progress: BatchProgress) -> list[Outputs]:
+        """Add one batch. Return the outputs of its micro steps. If this raises, ``progress`` says how far it came."""
         is_eager = runs_eagerly(self.settings.compiles)
         if is_eager:
             self.jit_parts.follow()
@@ -185,8 +178,7 @@ class MicroSteps:
         outputs = self._run_all(step, parts, inputs, progress)
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)
-        gives_mean = isinstance(step, EagerMicroStep) and step.gives_mean
-        return BatchResult(outputs, gives_mean)
+        return outputs
 
     def check_hooks(self, is_eager: bool) -> None:
         """Raise for hooks of the network that reduce its gradients, where nobody calls them or they come too late."""

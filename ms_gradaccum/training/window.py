@@ -18,8 +18,8 @@ from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.micro_step import is_half
-from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps, WindowBatch
+from ms_gradaccum.training.micro_step import Outputs, is_half
+from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps, WindowBatch
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -130,22 +130,22 @@ class Window:
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, batch: WindowBatch) -> BatchResult:
-        """Add one batch."""
+    def add(self, batch: WindowBatch) -> list[Outputs]:
+        """Add one batch. Return the outputs of its micro steps."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
                 f"batch, or give each thread its own step and network."
             )
         try:
-            result = self._run_steps(batch)
+            outputs = self._run_steps(batch)
         finally:
             self._in_use.release()
         if self.ranks.is_on:
             self.ranks.note_first("batch", (batch.args, batch.kwargs))
-        return result
+        return outputs
 
-    def _run_steps(self, batch: WindowBatch) -> BatchResult:
+    def _run_steps(self, batch: WindowBatch) -> list[Outputs]:
         """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
         while True:
             progress = BatchProgress()
