@@ -96,37 +96,6 @@ class WindowReduction(nn.Cell):
         return items_of(report, self.buffer.other_losses_after(done))
 
 
-class BuiltUpdates:
-    """The updates of an optimizer, each built for the first window that needs it."""
-
-    def __init__(self, update: Update, settings: StepSettings) -> None:
-        self.update = update
-        self.settings = settings
-        # In PYNATIVE mode, too, but not a clip of the program.
-        self.compiles = settings.compiles or (compiles_itself(update.optimizer) and not update.clip.is_own)
-        # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
-        self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
-
-    def build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
-        """Build the update of a window with this clip of the caller."""
-        update = self.update
-        if clip is not None:
-            settings = replace(self.settings, clip=clip)
-            update = Update(update.optimizer, update.reducer, settings)
-            like_mode(update, self.update)
-        update.needs_call = needs_call(update.optimizer)
-        built: Compiled | EagerUpdate
-        if is_eager:
-            built = EagerUpdate(self.settings.owner, update)
-        else:
-            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
-        self.built[type(clip), is_eager] = built
-        return built
-
-    def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        return [each for each in self.built.values() if isinstance(each, Compiled)]
-
-
 class WindowEnd(nn.Cell):
     """The end of a window for one optimizer: one update from the sums in the buffer, then an empty buffer.
 
@@ -139,15 +108,17 @@ class WindowEnd(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
+        self.settings = settings
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
-        self.buffer = reducer.buffer
         self.reduction = WindowReduction(optimizer, reducer, settings)
         self.progress = OptimizerProgress(optimizer)
         self.update = Update(optimizer, reducer, settings)
-        self.updates = BuiltUpdates(self.update, settings)
-        # True if the optimizer runs op by op in the current window. Set by `reduce`.
-        self.is_eager = False
+        # In PYNATIVE mode, too, but not a clip of the program.
+        self.compiles = settings.compiles or (compiles_itself(optimizer) and not settings.clip.is_own)
+        # The updates, each built for the first window that needs it. The keys are the type of the caller's clip, and a
+        # flag for an `EagerUpdate`. Without a clip of the caller it is the type of None.
+        self.updates: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
         self.followers: list[Callable[[], None]] = []  # Called after each update that the optimizer has made.
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
@@ -160,7 +131,7 @@ class WindowEnd(nn.Cell):
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
-        batches = ops.depend(self.buffer.count_batch(), done)
+        batches = ops.depend(self.reducer.buffer.count_batch(), done)
         if batches >= batches_of_window:
             output = self.construct(batches)
         else:
@@ -170,7 +141,7 @@ class WindowEnd(nn.Cell):
     def construct(self, done: Done) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
         bad, report = self.reduction.reduce_and_report(True, done)
-        others = self.buffer.other_losses_after(report["weight"])
+        others = self.reducer.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
         overflow = report["overflow"]
@@ -178,7 +149,7 @@ class WindowEnd(nn.Cell):
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
-            clipped_norm = ops.depend(norm, self.buffer.clear())
+            clipped_norm = ops.depend(norm, self.reducer.buffer.clear())
             if self.can_raise:
                 in_a_row = ops.assign_add(self.skipped, ops.cast(overflow, ms.int32))
                 if in_a_row >= MAX_OVERFLOWS:
@@ -202,7 +173,7 @@ class WindowEnd(nn.Cell):
             reduction.compiled_report,
             reduction.compiled_report_without_rate,
             reduction.compiled_partial_report,
-            *self.updates.compiled_cells(),
+            *(each for each in self.updates.values() if isinstance(each, Compiled)),
         ]
 
     def reduce(self) -> tuple[Tensor, StepOutput]:
@@ -211,11 +182,10 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.updates.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
+                f"For '{self.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
                 f"but got {count}. Build a new step after add_param_group()."
             )
-        self.is_eager = runs_eagerly(self.updates.compiles)
-        if self.is_eager:
+        if runs_eagerly(self.compiles):
             is_bad, *items = self.reduction.compiled_report_without_rate(NOTHING)
             rate = self.reduction.learning_rate.before_update()
             return is_bad, StepOutput(*items)._replace(learning_rate=rate)
@@ -227,10 +197,11 @@ class WindowEnd(nn.Cell):
         inputs = [output.grad_norm]
         if clip is not None:
             inputs += clip.inputs()
-        run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
+        is_eager = runs_eagerly(self.compiles)
+        run = self.updates.get((type(clip), is_eager)) or self._build(clip, is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
-        if self.is_eager and self.reduction.learning_rate.is_recorded:
+        if is_eager and self.reduction.learning_rate.is_recorded:
             with self.reduction.learning_rate.recording() as recorded:
                 clipped_norm = run(*inputs)
             rate = recorded()
@@ -244,6 +215,21 @@ class WindowEnd(nn.Cell):
         else:
             output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+
+    def _build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
+        """Build the update of a window with this clip of the caller."""
+        update = self.update
+        if clip is not None:
+            update = Update(update.optimizer, self.reducer, replace(self.settings, clip=clip))
+            like_mode(update, self.update)
+        update.needs_call = needs_call(update.optimizer)
+        built: Compiled | EagerUpdate
+        if is_eager:
+            built = EagerUpdate(self.settings.owner, update)
+        else:
+            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
+        self.updates[type(clip), is_eager] = built
+        return built
 
 
 class FullWindow(NamedTuple):
