@@ -445,16 +445,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
-            if trained.clip is not None and type(trained.clip) is not type(clip):
+            if trained.full is not None and type(trained.full.clip) not in (type(None), type(clip)):
                 raise RuntimeError(
                     "For 'Accumulator', an update must be clipped by norm or by value, but got both. Call only one "
                     "of clip_grad_norm() and clip_grad_value()."
                 )
         for trained in chosen:
             trained.last_clip = clip
-        for trained in full:
-            trained.clip = clip
-        norms = [trained.reduce().outputs[0].grad_norm for trained in full]
+        norms = [trained.reduce(clip).outputs[0].grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

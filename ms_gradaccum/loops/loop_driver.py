@@ -166,7 +166,7 @@ class LoopDriver(WindowDriver):
             if trained.has_batch:
                 remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
                 raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-            if trained.is_reduced:
+            if trained.full is not None:
                 remedy = "The norm is that of the whole window, this batch included."
                 raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
             try:
@@ -229,14 +229,14 @@ class LoopDriver(WindowDriver):
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
             raise disorder(f"{caller}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
-        if any(trained.is_reduced or trained.clip is not None for trained in self.windows):
+        if any(trained.full is not None for trained in self.windows):
             raise disorder(f"{caller}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
     def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
         # After an error of a listener, the program may step again.
         self.events.tell("on_update_begin")
-        output = trained.close(trained.clip or clip)
+        output = trained.close(clip)
         if output.is_updated:
             if not self.updated:
                 self.updates += 1

@@ -40,7 +40,6 @@ class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
     has_batch = False  # True if the buffers contain parts of the current batch.
-    clip: Clip | None = None  # The clip of the caller for the full window, until the window ends.
     # The last clip of the caller, for a process that joins an update of the others.
     last_clip: Clip | None = None
 
@@ -72,10 +71,6 @@ class TrainedNetwork(Window):
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
-
-    def reset(self) -> None:
-        super().reset()
-        self.clip = None
 
     def state_dict(self) -> dict[str, object]:
         state = super().state_dict()

@@ -63,7 +63,7 @@ class Window:
         self.micro_steps = MicroSteps(network, reducers, settings, events, self.advisor)
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
-        # The window from `reduce` until it is reset.
+        # The window from `reduce` until it is reset; None before.
         self.full: FullWindow | None = None
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
@@ -93,11 +93,6 @@ class Window:
     def is_open(self) -> bool:
         """True if the buffers contain a batch."""
         return self.count.get() > 0
-
-    @property
-    def is_reduced(self) -> bool:
-        """True between `reduce` and the end of the window."""
-        return self.full is not None
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
@@ -203,8 +198,8 @@ class Window:
         output = self.ends.partial_output()
         return output if self.has_loss else output._replace(loss=None)
 
-    def reduce(self) -> FullWindow:
-        """Reduce the sums over the ranks, once, before clipping and update."""
+    def reduce(self, clip: Clip | None = None) -> FullWindow:
+        """Reduce the sums over the ranks, once, before clipping and update. A ``clip`` is for this window alone."""
         if self.full is None:
             try:
                 self.full = self.ends.reduce()
@@ -213,17 +208,19 @@ class Window:
             except BaseException:
                 self.discard()
                 raise
+        if clip is not None:
+            self.full = self.full._replace(clip=clip)
         return self.full
 
     def close(self, clip: Clip | None = None) -> StepOutput:
         """Update, clear the buffers and return the report. A ``clip`` is for this window alone."""
-        full = self.reduce()
+        full = self.reduce(clip)
         if self.advisor.is_on:
             self.advisor.before_update()
         try:
             if self.reducers[0].grads_are_reduced:
                 self.reshard()
-            report = self.ends.finish(full, clip)
+            report = self.ends.finish(full)
         except BaseException:
             self.discard()
             raise

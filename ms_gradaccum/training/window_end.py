@@ -237,6 +237,7 @@ class FullWindow(NamedTuple):
 
     outputs: list[StepOutput]  # One for each optimizer.
     is_bad: Tensor  # True if the loss scale was too large, also for a micro batch that was dropped.
+    clip: Clip | None = None  # The caller's, in place of that of the settings.
 
 
 class WindowEnds:
@@ -284,11 +285,11 @@ class WindowEnds:
             outputs = [output._replace(updated=updated) for output in outputs]
         return FullWindow(outputs, is_bad)
 
-    def finish(self, window: FullWindow, clip: Clip | None) -> StepOutput:
+    def finish(self, window: FullWindow) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
         updated = window.outputs[0].is_updated
         if updated:
-            window = window._replace(outputs=self._update(window.outputs, clip))
+            window = window._replace(outputs=self._update(window))
         else:
             window = self._skip(window)
         loss_scale = self.settings.precision.loss_scale
@@ -306,14 +307,14 @@ class WindowEnds:
             raise RuntimeError(broken_gradient(self.settings.owner))
         if len(outputs) == 1:
             return outputs[0]
-        return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
+        return with_all_rates(outputs, not (window.clip or self.settings.clip).has_one_factor)
 
-    def _update(self, reports: list[StepOutput], clip: Clip | None) -> list[StepOutput]:
+    def _update(self, window: FullWindow) -> list[StepOutput]:
         """Run the optimizers. Return their reports."""
         outputs: list[StepOutput] = []
         try:
-            for end, report in zip(self.of_optimizers, reports):
-                outputs.append(end.finish(report, clip))
+            for end, report in zip(self.of_optimizers, window.outputs):
+                outputs.append(end.finish(report, window.clip))
         except BaseException:
             if outputs:
                 warn(
