@@ -51,23 +51,20 @@ class LoopDriver(WindowDriver):
         self._begin(joined)
         was_open = self.is_open
         self.in_batch = True
-        continues = True
-        error: BaseException | None = None
+        continues = False
         try:
             yield
-        except BaseException as raised:
-            error = raised
-            continues = self.windows[0].can_continue_after(error)
-            self._end_failed(continues)
+            continues = True
+        except BaseException as error:
+            continues = self._continues_after(error)
+            raise
         finally:
             self._leave(was_open)
-        if continues:
-            for batch in self.data.batches_to_join():
-                missing = batch.source.joins
-                batch.source.joins = 0
-                self.join_others(missing, batch.epoch)
-        if error is not None:
-            raise error
+            if continues:
+                for batch in self.data.batches_to_join():
+                    missing = batch.source.joins
+                    batch.source.joins = 0
+                    self.join_others(missing, batch.epoch)
 
     def _begin(self, joined: DataBatch | None) -> None:
         check_claims(self.windows)
@@ -110,8 +107,9 @@ class LoopDriver(WindowDriver):
         is_full = self.batches >= self.steps or (is_end_of_data and self.config.sync_with_dataloader)
         self.is_last_batch = is_full and not self.is_withheld
 
-    def _end_failed(self, continues: bool) -> None:
-        """End a batch that has failed. If this rank ``continues``, the others count it, and so does this one."""
+    def _continues_after(self, error: BaseException) -> bool:
+        """End a batch that has failed. Return whether this rank continues: others count it, and so does this one."""
+        continues = self.windows[0].can_continue_after(error)
         if continues:
             self._join_batch()
             self._end_joined()
@@ -120,6 +118,7 @@ class LoopDriver(WindowDriver):
             self.is_last_batch = False
             self.events.batches -= 1
             self.data.expect([])
+        return continues
 
     def _leave(self, was_open: bool) -> None:
         """Leave a batch, before which the window ``was_open`` or not."""

@@ -342,7 +342,8 @@ class WindowEnds:
                 "grad_norm": zero,
                 "clipped_grad_norm": zero,
             }
-            window = FullWindow([output._replace(**nothing) for output in window.outputs], is_bad=Tensor(False))
+            outputs = [output._replace(**nothing) for output in window.outputs]
+            window = window._replace(outputs=outputs, is_bad=Tensor(False))
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
         elif weight > 0:  # Only the limit of the norm is left as a reason.
