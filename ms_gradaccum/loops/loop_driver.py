@@ -27,6 +27,8 @@ class LoopDriver(WindowDriver):
 
     owner = _OWNER
     windows: Sequence[TrainedNetwork]
+    batches = 0  # The number of the current or last batch in its window. The buffers store it, too.
+    is_last_batch = False  # True if the current or last batch ends its window.
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.

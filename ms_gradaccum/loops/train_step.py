@@ -50,10 +50,6 @@ _OWNER = "TrainOneStepCell"
 class WindowDriver:
     """The driver of the windows of a training, one for each network, between two batches."""
 
-    # The number of the current or last batch in its window. The buffers store it, too.
-    batches = 0
-    # True if the current or last batch ends its window.
-    is_last_batch = False
     in_batch = False  # True if the program is inside a batch.
     is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_warned_of_open = False
@@ -105,7 +101,6 @@ class HostDrivenStep(WindowDriver, Step):
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
         Step.__init__(self, network, settings)
         self.accumulation_steps = settings.window_length.most
-        self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         # A schedule is asked once for a window, and not again for its further batches.
@@ -123,7 +118,7 @@ class HostDrivenStep(WindowDriver, Step):
         self.number = number_of(self)
 
     def steps_of_window(self) -> int:
-        if not self.has_schedule:
+        if self.settings.window_length.is_fixed:
             return self.accumulation_steps
         begun = self.window.count.get()
         epoch = None
@@ -141,33 +136,33 @@ class HostDrivenStep(WindowDriver, Step):
         """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
         steps = self.steps_of_window()
         self.in_batch = True
-        self.batches = 1
+        batches = 1
         if steps > 1:
-            self.batches += self.window.count.get()
+            batches += self.window.count.get()
         # A loaded checkpoint may have more batches.
-        self.is_last_batch = self.batches >= steps
+        is_last = batches >= steps
         self.events.batches += 1
         try:
             if batch is None:
                 self.window.micro_steps.join()
             else:
-                self.window.add(batch._replace(is_last=self.is_last_batch))
+                self.window.add(batch._replace(is_last=is_last))
         except BaseException as error:
             if self.window.can_continue_after(error):
-                self._end_batch()  # The other ranks end theirs, too.
+                self._end_batch(batches, is_last)  # The other ranks end theirs, too.
             else:
                 # Another thread may be in the batch, whose number is this one's, too.
                 self.events.batches -= 1
             raise
         else:
-            return self._end_batch()
+            return self._end_batch(batches, is_last)
         finally:
             self.in_batch = False
 
-    def _end_batch(self) -> StepOutput:
-        if self.is_last_batch:
+    def _end_batch(self, batches: int, is_last: bool) -> StepOutput:
+        if is_last:
             return self._close()
-        self.window.count.set(self.batches)
+        self.window.count.set(batches)
         return self.window.partial_output()
 
     def _close(self) -> StepOutput:
