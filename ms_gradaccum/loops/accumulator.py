@@ -21,7 +21,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     typed,
 )
-from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.arithmetic import ONE, Tensors
 from ms_gradaccum.backend.in_graph import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import map_tensors, scalar
@@ -389,7 +389,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         factor = weight if reduction == "mean" else ONE
         value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
         added = self.add_grads(factor, value * factor, weight, *grads)
-        output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
+        output: Tensors = self.end.after_batch(added, self.steps)
         return (None, *output[1:]) if loss is None else output
 
     def clip_grad_norm_(

@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import State, check_float, check_loss, check_saved, is_positive, listed, warn
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype
 from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -139,7 +139,7 @@ class TrainedNetwork(Window):
         parameters = [*self.micro_steps.parameters]
         if not self.grads_are_reduced and any(each.hooks() for each in parameters):
             check_not_late(_OWNER, self.network)
-        added: tuple[Tensor, ...] = ()
+        added: Tensors = ()
         if not self.reducers[0].holds_grads:
             added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
@@ -199,7 +199,7 @@ class TrainedNetwork(Window):
 class AddGrads(AddMicroBatch):
     """Add gradients that the caller has computed to the buffers."""
 
-    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> Tensors:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
         # A mean over nothing is 0 / 0.
         has_rows = factor != 0.0
@@ -280,7 +280,7 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
 check_in_graph = primexpr(_check_shapes)
 
 
-def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:
+def _check_grads(grads: object, parameters: list[Parameter]) -> Tensors:
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):

@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     warn,
 )
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
@@ -126,7 +127,7 @@ class HostDrivenStep(WindowDriver, Step):
             epoch = self.epoch_of(begun)
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
-    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., Tensors]) -> StepOutput:
         return self._batch(WindowBatch(args, kwargs))
 
     def join(self) -> StepOutput:
@@ -217,7 +218,7 @@ class HostDrivenStep(WindowDriver, Step):
         self.window.micro_steps.check_hooks(False)
         self.window.advisor.before_graph()
 
-    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensors:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         refuse_partition()
         _look_in_graph(self.number)
@@ -230,7 +231,7 @@ class HostDrivenStep(WindowDriver, Step):
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
-            output: tuple[Tensor, ...] = self.end(done)
+            output: Tensors = self.end(done)
         else:
             output = self.end.after_batch(done, self.accumulation_steps)
         return output
@@ -464,13 +465,13 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         """Discard an unfinished window and return its number of batches."""
         return self.body.drop()
 
-    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensors:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         items = self.body(*inputs)
         if self.use_graceful_exit:
             items = self.graceful_exit.exit_by_request(items, self.init_param, self.exit_param)
         return self.shown(items)
 
-    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def shown(self, items: Tensors) -> Tensors:
         """Return the items of a StepOutput that a larger graph returns. Other projects' monitors get others."""
         return items

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from mindspore import Tensor, nn
+from mindspore import nn
 
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -40,7 +41,7 @@ class Step(nn.Cell):
         """Return a context for the compilation of the whole step as one graph."""
         return nullcontext()
 
-    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., Tensors]) -> StepOutput:
         """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.in_graph import warn_in_graph
@@ -82,12 +83,12 @@ class WindowReduction(nn.Cell):
         }
         return bad, report
 
-    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> Tensors:
         """Return what `reduce_and_report` does as a flat tuple, for the host."""
         bad, report = self.reduce_and_report(has_rate, done)
         return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
-    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
+    def partial_report(self, done: Done) -> Tensors:
         """Return the items of a StepOutput for the open window, after ``done``."""
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
@@ -129,7 +130,7 @@ class WindowEnd(nn.Cell):
         if not self.can_raise:
             self.message = unraised(settings.owner)
 
-    def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
+    def after_batch(self, done: Done, batches_of_window: int) -> Tensors:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
         batches = ops.depend(self.reducer.buffer.count_batch(), done)
         if batches >= batches_of_window:
@@ -138,7 +139,7 @@ class WindowEnd(nn.Cell):
             output = self.reduction.partial_report(batches)
         return output
 
-    def construct(self, done: Done) -> tuple[Tensor, ...]:
+    def construct(self, done: Done) -> Tensors:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
         bad, report = self.reduction.reduce_and_report(True, done)
         others = self.reducer.buffer.other_losses_after(report["weight"])
