@@ -204,7 +204,7 @@ class HostDrivenStep(WindowDriver, Step):
     def drop(self) -> int:
         return super().drop() if self.open_batches() else 0
 
-    def measure_loss(self, batch: tuple[object, ...]) -> None:
+    def measure_loss(self, batch: Args) -> None:
         if self.window.ranks.is_on:
             self.window.ranks.note_first("batch", batch)
             self.window.ranks.compare()

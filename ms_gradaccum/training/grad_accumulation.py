@@ -300,7 +300,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             weight = weight + values[1]
         return loss_sum * reciprocal(ops.stop_gradient(weight))
 
-    def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
+    def split_in_graph(self, inputs: Args) -> tuple[Args, ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.needs_all_rows:
             _refuse_in_graph("cached")
@@ -315,9 +315,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
                 _refuse_in_graph("open")
             shapes += (shape,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
-        parts: tuple[tuple[object, ...], ...] = ()
+        parts: tuple[Args, ...] = ()
         for begin, end in bounds:
-            part: tuple[object, ...] = (Tensor(end - begin, ms.float32),)
+            part: Args = (Tensor(end - begin, ms.float32),)
             for item, axis in zip(inputs, axes):
                 rows = item if axis is None else ops.narrow(item, axis, begin, end - begin)
                 part += (rows,)

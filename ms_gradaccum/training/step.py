@@ -58,7 +58,7 @@ class Step(nn.Cell):
                 f"sink mode, but got {length.as_text()}. Call the step from Python, or give dataset_sink_mode=False."
             )
 
-    def measure_loss(self, batch: tuple[object, ...]) -> None:
+    def measure_loss(self, batch: Args) -> None:
         """Measure the loss of a batch that a larger graph will train."""
 
     def check_between_batches(self, caller: str) -> None:
