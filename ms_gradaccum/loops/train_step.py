@@ -102,6 +102,7 @@ class HostDrivenStep(WindowDriver, Step):
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
         Step.__init__(self, network, settings)
         self.accumulation_steps = settings.window_length.most
+        self.has_schedule = not settings.window_length.is_fixed
         # Set by a Model while it trains: the number of the pass in which an open window of so many batches has begun.
         self.epoch_of: Callable[[int], int] | None = None
         # A schedule is asked once for a window, and not again for its further batches.
@@ -119,7 +120,7 @@ class HostDrivenStep(WindowDriver, Step):
         self.number = number_of(self)
 
     def steps_of_window(self) -> int:
-        if self.settings.window_length.is_fixed:
+        if not self.has_schedule:
             return self.accumulation_steps
         begun = self.window.count.get()
         epoch = None
