@@ -32,7 +32,7 @@ def build() -> TrainOneStepCell:
 
 def graphs(step: TrainOneStepCell) -> int:
     """Return the number of graphs that the step has compiled."""
-    compiled = [step.body.end.reduction.compiled_report, step.body.end.updates.built]
+    compiled = [step.body.end.reduction.compiled_report, step.body.end.updates]
     compiled += vars(step.body.window.micro_steps).values()
     found = [each for each in compiled if isinstance(each, Compiled)]
     found += [each for value in compiled if isinstance(value, dict) for each in value.values()]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -18,6 +18,7 @@ from ms_gradaccum.advice.rank_inputs import FirstInput, warn_of_inputs
 from ms_gradaccum.advice.rows import Rows
 from ms_gradaccum.advice.skipped_windows import SkippedWindows
 from ms_gradaccum.advice.window_watch import WindowWatch
+from ms_gradaccum.batch.arguments import Args
 from ms_gradaccum.batch.split import SplitBatch
 from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
@@ -30,7 +31,7 @@ _Self = TypeVar("_Self", bound="SilentAdvisor")
 class SeenBatch(NamedTuple):
     """A batch as a training step shows it to its Advisor."""
 
-    inputs: tuple[Any, ...]
+    inputs: Args
     split: SplitBatch
     weight: float | None  # The caller's weight of the batch.
     is_last: bool  # True if the batch ends its window.
@@ -112,11 +113,11 @@ class SilentAdvisor:
     def before_graph(self) -> None:
         """Look at a network that a larger graph will train."""
 
-    def before_sink(self, inputs: tuple[Any, ...], split: SplitBatch) -> None:
+    def before_sink(self, inputs: Args, split: SplitBatch) -> None:
         """Look at a batch that a larger graph will train."""
 
     @_harmless
-    def explain(self, error: Exception, inputs: tuple[Any, ...], rows: int) -> None:
+    def explain(self, error: Exception, inputs: Args, rows: int) -> None:
         """Add hints to the error of a batch. ``rows`` are those of a first micro batch that has failed, or 0."""
         if not explain_split(self.network, error, inputs) and rows:
             explain_fixed_rows(self.network, inputs, rows, error)
@@ -250,7 +251,7 @@ class Advisor(SilentAdvisor):
             warn(not_measured("the step is part of a larger graph"))
 
     @_harmless
-    def before_sink(self, inputs: tuple[Any, ...], split: SplitBatch) -> None:
+    def before_sink(self, inputs: Args, split: SplitBatch) -> None:
         if self.measurement is not None and self.is_unmeasured:
             self.is_unmeasured = False
             text = self.measurement.before_batch()

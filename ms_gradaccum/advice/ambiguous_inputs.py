@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
+from ms_gradaccum.batch.arguments import Args
 from ms_gradaccum.batch.split import TENSORS, BatchAxis, spread_axes
 
 _OWNER = "GradAccumulation"
@@ -15,7 +16,7 @@ _MANY_COLUMNS = 64
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 
 
-def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
+def ambiguous_inputs(inputs: Args, batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
     """Return the indices of the inputs that are split although they may not be a batch."""
     # These are tensors with the length of the batch on another axis, too (a mask, for example), vectors of
     # floating-point numbers, and, ``with_integers``, integer tensors, which may contain indices of rows.
@@ -37,7 +38,7 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
     return found
 
 
-def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object, ...]) -> bool:
+def explain_split(accumulation: nn.Cell, error: Exception, inputs: Args) -> bool:
     """Add to an error of a micro batch, after its first line, a hint about the split. Return True if it needs no more.
 
     The hint says which inputs may be split by mistake.
@@ -52,7 +53,7 @@ def explain_split(accumulation: nn.Cell, error: Exception, inputs: tuple[object,
     return bool(hint)
 
 
-def _hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
+def _hint_of_split(accumulation: nn.Cell, error: str, inputs: Args) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
     for i, item in enumerate(inputs):
         column = _column_of_row_numbers(item)

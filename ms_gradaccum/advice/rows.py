@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum.backend.arrays import Array, as_array
+from ms_gradaccum.batch.arguments import Args
 from ms_gradaccum.batch.split import BatchAxis, Flattened, SplitBatch, count_rows
 from ms_gradaccum.batch.structure import SequenceOf
 
@@ -27,16 +28,14 @@ class Rows(NamedTuple):
     padded: "Rows | None" = None  # The same rows with all of their padding, where it was cut off.
 
     @staticmethod
-    def of(inputs: tuple[object, ...], batch_axis: BatchAxis) -> "Rows":
+    def of(inputs: Args, batch_axis: BatchAxis) -> "Rows":
         """Return all rows of a batch."""
         batch = Flattened(inputs, batch_axis)
         rows = count_rows(batch.leaves)
         return Rows(batch.structure, batch.tensors, batch.axes, rows, rows)
 
     @staticmethod
-    def parts(
-        network: nn.Cell, inputs: tuple[object, ...], split: SplitBatch, weight: float | None = None
-    ) -> list["Rows"]:
+    def parts(network: nn.Cell, inputs: Args, split: SplitBatch, weight: float | None = None) -> list["Rows"]:
         """Return the micro batches of a batch, or its only one with a weight of the caller.
 
         Where padding was cut off, they have as many rows as two can join with all of it.

@@ -110,9 +110,9 @@ class BlockwiseCrossEntropy(nn.Cell):
         bias: Tensor,
         labels: Tensor,
         token_weights: Tensor,
-        out: tuple[Tensor, ...],
-        dout: tuple[Tensor, ...],
-    ) -> tuple[Tensor, ...]:
+        out: Tensors,
+        dout: Tensors,
+    ) -> Tensors:
         """Return the gradients. The logits are computed again."""
         blocks, block_words = self.blocks(hidden, weight)
         cuts_words = blocks[-1][0] > 0

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.structure import SequenceOf
@@ -98,11 +98,11 @@ def _is_loss(shape: tuple[int, ...], dtype: ms.Type, most_axes: int = 1) -> bool
 _is_loss_in_graph = primexpr(_is_loss)
 
 
-def _losses_in(outputs: Any, most_axes: int) -> tuple[Tensor, ...]:
+def _losses_in(outputs: Any, most_axes: int) -> Tensors:
     """Return the floating-point scalars in outputs, which may be nested."""
     if isinstance(outputs, dict):
         outputs = tuple(outputs.values())
-    found: tuple[Tensor, ...] = ()
+    found: Tensors = ()
     if isinstance(outputs, (tuple, list)):
         for item in outputs:
             found += _losses_in(item, most_axes)
@@ -154,7 +154,7 @@ class WeightedLoss(nn.Cell):
         _check_loss(loss.shape, loss.dtype, what, remedy)
         return scalar(loss)
 
-    def further(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
+    def further(self, outputs: Any, begin: int, remedy: str) -> Tensors:
         """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise without `losses`."""
         if not isinstance(outputs, (tuple, list)):
             return ()
@@ -164,7 +164,7 @@ class WeightedLoss(nn.Cell):
             _refuse_losses(len(found), remedy)
         return found
 
-    def reported(self, further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reported(self, further: Tensors) -> Tensors:
         """Return a row of further losses and a row of ones, padded with zeros, or nothing without a report."""
         if self.room == 0:
             return ()
@@ -184,7 +184,7 @@ class RowWeight(WeightedLoss):
 
     counts_rows = True
 
-    def construct(self, rows: Tensor | None, *tensors: object) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor | None, *tensors: object) -> Tensors:
         """Return them. ``rows`` is None for 1, which saves a product in the forward and the backward pass."""
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
@@ -201,10 +201,10 @@ class RowWeight(WeightedLoss):
 class OwnWeight(WeightedLoss):
     """Return ``(loss_sum, weight)`` of a network that computes its own weight, for example its number of tokens."""
 
-    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor, *tensors: object) -> Tensors:
         return self.pair(self.outputs(tensors))
 
-    def pair(self, outputs: Any) -> tuple[Tensor, ...]:
+    def pair(self, outputs: Any) -> Tensors:
         """Return the first two numbers that the network returns, and the further losses to report."""
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
         weight: object = None
@@ -222,7 +222,7 @@ class MeanWeight(OwnWeight):
 
     may_be_empty = True
 
-    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor, *tensors: object) -> Tensors:
         found = self.pair(self.outputs(tensors))
         # In float32, since the sum over many tokens exceeds float16. The weight of a mean has no gradient.
         weight = ops.cast(ops.stop_gradient(found[1]), ms.float32)

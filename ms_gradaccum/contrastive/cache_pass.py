@@ -9,7 +9,7 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.arithmetic import ONE, Tensors
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.backend.tolerances import TOLERANCES
@@ -25,7 +25,6 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
-Tensors = tuple[Tensor, ...]
 Run = Callable[..., Any]  # Runs a cell, op by op or compiled.
 
 

@@ -4,6 +4,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -25,7 +26,7 @@ class CachedLoss(WeightedLoss):
         super().__init__(network, structure)
         self.own = ParameterTuple(network.loss_fn.trainable_params())
 
-    def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, share: Tensor, *tensors: Tensor) -> Tensors:
         items = tensors
         if self.structure is not None:
             items = self.structure.rebuild(tensors)
@@ -34,7 +35,7 @@ class CachedLoss(WeightedLoss):
         # A linear function with the gradient of `loss_fn`, so that it is reduced with the network's and counts once.
         for i, parameter in enumerate(self.own):
             start = start + _product(parameter, own_grads[i]) * share
-        distances: tuple[Tensor, ...] = ()
+        distances: Tensors = ()
         for output in self.network.outputs(items[4:]):
             if output.dtype in mstype.float_type:
                 i = len(distances)
@@ -74,7 +75,7 @@ def widened(values: Tensor) -> Tensor:
     return values
 
 
-def check_rows(outputs: tuple[Tensor, ...], rows: int) -> None:
+def check_rows(outputs: Tensors, rows: int) -> None:
     """Raise unless the outputs of a micro batch of ``rows`` rows have them on axis 0."""
     for output in outputs:
         if output.shape[:1] != (rows,):

@@ -8,14 +8,13 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, check_bool, check_float, check_int
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype
 from ms_gradaccum.backend.mindspore_private import primexpr
 
 _OWNER = "ContrastiveLoss"
 # A graph contains a copy of the loop's body for each block.
 _MOST_BLOCKS = 32
 _NONE = -1e30
-Tensors = tuple[Tensor, ...]
 
 
 class ContrastiveLoss(FrozenAfterInit, nn.Cell):

@@ -9,6 +9,7 @@ from typing import NoReturn
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import FrozenAfterInit, check_cell, check_construct, check_int
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.batch.split import BatchAxis
 from ms_gradaccum.batch.structure import SequenceOf
@@ -114,16 +115,16 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
     def around(self, backbone: nn.Cell) -> "GradCacheLoss":
         return GradCacheLoss(backbone, self.loss_fn, self.labels)
 
-    def outputs_of(self, structure: SequenceOf, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def outputs_of(self, structure: SequenceOf, *tensors: Tensor) -> Tensors:
         """Return `outputs` for the tensors of nested inputs."""
         return self.outputs(structure.rebuild(tensors))
 
-    def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
+    def outputs(self, inputs: tuple[object, ...]) -> Tensors:
         """Return the outputs of the backbone in the form that `loss_fn` takes."""
         returned = self.backbone(*inputs)
         if not isinstance(returned, (tuple, list)):
             returned = (returned,)
-        outputs: tuple[Tensor, ...] = ()
+        outputs: Tensors = ()
         for output in returned:
             if not isinstance(output, Tensor):
                 _refuse_output()

@@ -102,7 +102,7 @@ class GradientBuffer(nn.Cell):
         """Add the loss and the weight of one micro batch, and return their sums."""
         return add_in_place(self.loss, loss_sum), add_in_place(self.weight, weight)
 
-    def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> tuple[Tensor, ...]:
+    def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> Tensors:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""
         return map_tensors(ops.partial(spread, zero_after(done, self.weight)), parameters)
 
@@ -119,7 +119,7 @@ class GradientBuffer(nn.Cell):
         """Add the further losses of one micro batch with this weight. Weight 0 ignores them: they may be 0 / 0."""
         return add_in_place(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
 
-    def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
+    def other_losses_after(self, done: object) -> Tensors:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
         if self.other_losses is None:
             return ()

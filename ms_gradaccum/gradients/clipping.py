@@ -10,16 +10,16 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import FrozenAfterInit, argument_error, check_float
-from ms_gradaccum.backend.arithmetic import ONE, as_dtype, scale, sum_of_squares
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype, scale, sum_of_squares
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
-Grads = tuple[Tensor, ...]
+Grads = Tensors
 
 
 def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
     """Return the sum of the squares of each gradient: a float32 vector with one element per gradient."""
-    squares: tuple[Tensor, ...] = ()
+    squares: Tensors = ()
     done: Done = ()
     for begin, end in chunks:
         some = map_tensors(sum_of_squares, ops.depend(chunk_of(grads, begin, end), done))
@@ -70,7 +70,7 @@ class Clip(nn.Cell):
         """Return the clip for the gradients of parameters with these names."""
         return self
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> Tensors:
         """Return what `construct` takes after the norm, so that a clip with another limit needs no new graph."""
         return ()
 
@@ -134,7 +134,7 @@ class ClipByGlobalNorm(FrozenAfterInit, Clip):
         """Return the argument, for ``repr``."""
         return f"max_norm={self.max_norm}"
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> Tensors:
         return (Tensor(self.max_norm, ms.float32),)
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
@@ -191,7 +191,7 @@ class ClipByValue(FrozenAfterInit, Clip):
         """Return the argument, for ``repr``."""
         return f"limit={self.limit}"
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> Tensors:
         return (Tensor(self.limit, ms.float32),)
 
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:

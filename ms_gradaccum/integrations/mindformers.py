@@ -5,6 +5,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_bool
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.loops.train_step import TrainOneStepCell
@@ -102,10 +103,10 @@ class AccumulatedStep(TrainOneStepCell):
         precision = precision_of(_OWNER, scale_sense)
         super().__init__(loss_cell, optimizer, clip=clip, skip_above=skip_above, mixed_precision=precision)
 
-    def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def __call__(self, *args: object, **kwargs: object) -> Tensors:  # type: ignore[override]
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
 
-    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def shown(self, items: Tensors) -> Tensors:
         """Return the outputs in the order of mindformers' monitors."""
         report = named(items)
         # mindformers saves this scale, and resumes with it.

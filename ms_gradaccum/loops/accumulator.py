@@ -21,7 +21,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     typed,
 )
-from ms_gradaccum.backend.arithmetic import ONE
+from ms_gradaccum.backend.arithmetic import ONE, Tensors
 from ms_gradaccum.backend.compiled import warn_in_graph
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import map_tensors, scalar
@@ -389,7 +389,7 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         factor = weight if reduction == "mean" else ONE
         value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
         added = self.add_grads(factor, value * factor, weight, *grads)
-        output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
+        output: Tensors = self.end.after_batch(added, self.steps)
         return (None, *output[1:]) if loss is None else output
 
     def clip_grad_norm_(
@@ -445,16 +445,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
-            if trained.clip is not None and type(trained.clip) is not type(clip):
+            if trained.full is not None and type(trained.full.clip) not in (type(None), type(clip)):
                 raise RuntimeError(
                     "For 'Accumulator', an update must be clipped by norm or by value, but got both. Call only one "
                     "of clip_grad_norm() and clip_grad_value()."
                 )
         for trained in chosen:
             trained.last_clip = clip
-        for trained in full:
-            trained.clip = clip
-        norms = [trained.reduce().outputs[0].grad_norm for trained in full]
+        norms = [trained.reduce(clip).outputs[0].grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

@@ -162,7 +162,7 @@ class DataPosition(NamedTuple):
     batches: int | None  # Number of batches taken in this pass; None between two passes.
     length: int | None  # Number of batches of a pass on this rank, if known.
     sources: Sources | None  # Sources of the order of this pass.
-    ranks: int = 1  # Number of processes that shared the data.
+    ranks: int = 1  # Number of processes that have saved a loaded position, and shared the data.
     random_now: State | None = None  # States of Python and NumPy to restore after the resumed pass has begun.
     first_epoch: int = 0  # Number of the pass that the sources belong to.
 
@@ -264,4 +264,4 @@ class SampleOrder:
         if batches == 0:  # Between two passes, it is the end of the last one.
             epoch -= 1
             place = None
-        return DataPosition(epoch, place, self.length, self.sources, self.ranks, first_epoch=self.first_epoch)
+        return DataPosition(epoch, place, self.length, self.sources, first_epoch=self.first_epoch)

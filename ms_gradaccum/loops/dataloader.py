@@ -135,21 +135,21 @@ class PreparedDataset:
             length = len(self)
         if self.number in self.driver.data.positions:
             # No batch was taken after a state was loaded.
-            return self.driver.data.positions[self.number].among(length, self.ranks)._replace(ranks=self.ranks)
+            return self.driver.data.positions[self.number].among(length, self.ranks)
         if self.handed.is_ahead and self.handed.waiting:
             # Fetched batches that were not trained count as not taken.
             first = self.handed.waiting[0]
-            return DataPosition(first.epoch, first.place - 1, length, first.origin, self.ranks)
+            return DataPosition(first.epoch, first.place - 1, length, first.origin)
         newest = self.handed.newest
         if newest is None or newest.is_last or not self.handed.is_open:
-            return DataPosition(self.epoch, None, length, None, self.ranks)
+            return DataPosition(self.epoch, None, length, None)
         if self.ranks > 1 and newest.place > self.common:
             raise RuntimeError(
                 f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
                 f"{newest.place} where some have only {self.common}. Save it earlier, or after the pass."
             )
         newest.origin.check_known(self.dataset, self.ranks)
-        return DataPosition(self.epoch, newest.place, length, newest.origin, self.ranks)
+        return DataPosition(self.epoch, newest.place, length, newest.origin)
 
 
 class PreparedIterator:

@@ -14,7 +14,7 @@ from ms_gradaccum._checks import (
     check_bool,
     check_float,
 )
-from ms_gradaccum.backend.arithmetic import add_in_place
+from ms_gradaccum.backend.arithmetic import Tensors, add_in_place
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
@@ -74,7 +74,7 @@ class EMA(FrozenAfterInit, Extra, Callback):
 
     weights: tuple[Parameter, ...] = ()  # The averaged parameters; empty until the EMA belongs to a training step.
     values: tuple[Parameter, ...] = ()  # Their averages.
-    kept: tuple[Tensor, ...] = ()  # Their values while the averages are in the network.
+    kept: Tensors = ()  # Their values while the averages are in the network.
 
     def __init__(self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True) -> None:
         super().__init__(auto_prefix=False)
@@ -225,7 +225,7 @@ def _window_of(step: Any) -> Any:
     return window
 
 
-def _assign(targets: tuple[Parameter, ...], values: tuple[Tensor, ...]) -> None:
+def _assign(targets: tuple[Parameter, ...], values: Tensors) -> None:
     """Copy tensors into parameters, one by one from the host. This is rare, and needs no compilation."""
     for target, value in zip(targets, values, strict=True):
         ops.assign(target, ops.cast(value, target.dtype))

@@ -27,6 +27,8 @@ class LoopDriver(WindowDriver):
 
     owner = _OWNER
     windows: Sequence[TrainedNetwork]
+    batches = 0  # The number of the current or last batch in its window. The buffers store it, too.
+    is_last_batch = False  # True if the current or last batch ends its window.
     updated = False  # True if the current batch has made an update.
     steps = 0  # Number of batches of a full window. 0 until the next batch decides it.
     updates = 0  # Number of updates made.
@@ -51,23 +53,20 @@ class LoopDriver(WindowDriver):
         self._begin(joined)
         was_open = self.is_open
         self.in_batch = True
-        continues = True
-        error: BaseException | None = None
+        continues = False
         try:
             yield
-        except BaseException as raised:
-            error = raised
-            continues = self.windows[0].can_continue_after(error)
-            self._end_failed(continues)
+            continues = True
+        except BaseException as error:
+            continues = self._continues_after(error)
+            raise
         finally:
             self._leave(was_open)
-        if continues:
-            for batch in self.data.batches_to_join():
-                missing = batch.source.joins
-                batch.source.joins = 0
-                self.join_others(missing, batch.epoch)
-        if error is not None:
-            raise error
+            if continues:
+                for batch in self.data.batches_to_join():
+                    missing = batch.source.joins
+                    batch.source.joins = 0
+                    self.join_others(missing, batch.epoch)
 
     def _begin(self, joined: DataBatch | None) -> None:
         check_claims(self.windows)
@@ -110,8 +109,9 @@ class LoopDriver(WindowDriver):
         is_full = self.batches >= self.steps or (is_end_of_data and self.config.sync_with_dataloader)
         self.is_last_batch = is_full and not self.is_withheld
 
-    def _end_failed(self, continues: bool) -> None:
-        """End a batch that has failed. If this rank ``continues``, the others count it, and so does this one."""
+    def _continues_after(self, error: BaseException) -> bool:
+        """End a batch that has failed. Return whether this rank continues: others count it, and so does this one."""
+        continues = self.windows[0].can_continue_after(error)
         if continues:
             self._join_batch()
             self._end_joined()
@@ -120,6 +120,7 @@ class LoopDriver(WindowDriver):
             self.is_last_batch = False
             self.events.batches -= 1
             self.data.expect([])
+        return continues
 
     def _leave(self, was_open: bool) -> None:
         """Leave a batch, before which the window ``was_open`` or not."""
@@ -166,7 +167,7 @@ class LoopDriver(WindowDriver):
             if trained.has_batch:
                 remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
                 raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-            if trained.is_reduced:
+            if trained.full is not None:
                 remedy = "The norm is that of the whole window, this batch included."
                 raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
             try:
@@ -229,14 +230,14 @@ class LoopDriver(WindowDriver):
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
             raise disorder(f"{caller}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
-        if any(trained.is_reduced or trained.clip is not None for trained in self.windows):
+        if any(trained.full is not None for trained in self.windows):
             raise disorder(f"{caller}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
     def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
         # After an error of a listener, the program may step again.
         self.events.tell("on_update_begin")
-        output = trained.close(trained.clip or clip)
+        output = trained.close(clip)
         if output.is_updated:
             if not self.updated:
                 self.updates += 1

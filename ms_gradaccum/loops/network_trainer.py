@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import State, check_float, check_loss, check_saved, is_positive, listed, warn
-from ms_gradaccum.backend.arithmetic import as_dtype
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype
 from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.mindspore_private import primexpr
@@ -40,7 +40,6 @@ class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
     has_batch = False  # True if the buffers contain parts of the current batch.
-    clip: Clip | None = None  # The clip of the caller for the full window, until the window ends.
     # The last clip of the caller, for a process that joins an update of the others.
     last_clip: Clip | None = None
 
@@ -72,10 +71,6 @@ class TrainedNetwork(Window):
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
-
-    def reset(self) -> None:
-        super().reset()
-        self.clip = None
 
     def state_dict(self) -> dict[str, object]:
         state = super().state_dict()
@@ -124,20 +119,19 @@ class TrainedNetwork(Window):
     def backward(self, batch: WindowBatch) -> Tensor:
         """Add one batch, and return its mean loss."""
         try:
-            result = self.add(batch)
+            outputs = self.add(batch)
         except BaseException as error:
             self.has_batch = self.can_continue_after(error)  # The other ranks count it as a batch.
             raise
         self.has_batch = True
-        if not result.gives_mean:
-            sums = [output[0] for output in result.outputs]
-            weights = [output[1] for output in result.outputs]
-            mean: Tensor = self.run_mean_loss(*sums, *weights)
-            return mean
-        loss: Tensor = result.outputs[0][0]
-        if isinstance(loss, Parameter):
-            loss = loss + 0.0  # A copy.
-        return as_dtype(loss, ms.float32)
+        sums = [output[0] for output in outputs]
+        weights = [output[1] for output in outputs]
+        mean: Tensor = sums[0]
+        if weights[0] is not ONE:  # Otherwise it is the mean loss of the only micro batch.
+            mean = self.run_mean_loss(*sums, *weights)
+        elif isinstance(mean, Parameter):
+            mean = mean + 0.0  # A copy.
+        return as_dtype(mean, ms.float32)
 
     def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
         """Add one batch with gradients that the caller has computed."""
@@ -145,7 +139,7 @@ class TrainedNetwork(Window):
         parameters = [*self.micro_steps.parameters]
         if not self.grads_are_reduced and any(each.hooks() for each in parameters):
             check_not_late(_OWNER, self.network)
-        added: tuple[Tensor, ...] = ()
+        added: Tensors = ()
         if not self.reducers[0].holds_grads:
             added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
@@ -205,7 +199,7 @@ class TrainedNetwork(Window):
 class AddGrads(AddMicroBatch):
     """Add gradients that the caller has computed to the buffers."""
 
-    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> Tensors:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
         # A mean over nothing is 0 / 0.
         has_rows = factor != 0.0
@@ -286,7 +280,7 @@ def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int
 check_in_graph = primexpr(_check_shapes)
 
 
-def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:
+def _check_grads(grads: object, parameters: list[Parameter]) -> Tensors:
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):

@@ -17,6 +17,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     warn,
 )
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
@@ -50,10 +51,6 @@ _OWNER = "TrainOneStepCell"
 class WindowDriver:
     """The driver of the windows of a training, one for each network, between two batches."""
 
-    # The number of the current or last batch in its window. The buffers store it, too.
-    batches = 0
-    # True if the current or last batch ends its window.
-    is_last_batch = False
     in_batch = False  # True if the program is inside a batch.
     is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_warned_of_open = False
@@ -131,7 +128,7 @@ class HostDrivenStep(WindowDriver, Step):
             epoch = self.epoch_of(begun)
         return self.length_at(epoch, self.events.updates, self.events.batches - begun)
 
-    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., Tensors]) -> StepOutput:
         return self._batch(WindowBatch(args, kwargs))
 
     def join(self) -> StepOutput:
@@ -141,33 +138,33 @@ class HostDrivenStep(WindowDriver, Step):
         """Count one batch, add it to the window, and end it. None is a batch that only other ranks have."""
         steps = self.steps_of_window()
         self.in_batch = True
-        self.batches = 1
+        batches = 1
         if steps > 1:
-            self.batches += self.window.count.get()
+            batches += self.window.count.get()
         # A loaded checkpoint may have more batches.
-        self.is_last_batch = self.batches >= steps
+        is_last = batches >= steps
         self.events.batches += 1
         try:
             if batch is None:
                 self.window.micro_steps.join()
             else:
-                self.window.add(batch._replace(is_last=self.is_last_batch))
+                self.window.add(batch._replace(is_last=is_last))
         except BaseException as error:
             if self.window.can_continue_after(error):
-                self._end_batch()  # The other ranks end theirs, too.
+                self._end_batch(batches, is_last)  # The other ranks end theirs, too.
             else:
                 # Another thread may be in the batch, whose number is this one's, too.
                 self.events.batches -= 1
             raise
         else:
-            return self._end_batch()
+            return self._end_batch(batches, is_last)
         finally:
             self.in_batch = False
 
-    def _end_batch(self) -> StepOutput:
-        if self.is_last_batch:
+    def _end_batch(self, batches: int, is_last: bool) -> StepOutput:
+        if is_last:
             return self._close()
-        self.window.count.set(self.batches)
+        self.window.count.set(batches)
         return self.window.partial_output()
 
     def _close(self) -> StepOutput:
@@ -205,7 +202,7 @@ class HostDrivenStep(WindowDriver, Step):
     def drop(self) -> int:
         return super().drop() if self.open_batches() else 0
 
-    def measure_loss(self, batch: tuple[object, ...]) -> None:
+    def measure_loss(self, batch: Args) -> None:
         if self.window.ranks.is_on:
             self.window.ranks.note_first("batch", batch)
             self.window.ranks.compare()
@@ -219,7 +216,7 @@ class HostDrivenStep(WindowDriver, Step):
         self.window.micro_steps.check_hooks(False)
         self.window.advisor.before_graph()
 
-    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensors:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         refuse_partition()
         _look_in_graph(self.number)
@@ -232,7 +229,7 @@ class HostDrivenStep(WindowDriver, Step):
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
-            output: tuple[Tensor, ...] = self.end(done)
+            output: Tensors = self.end(done)
         else:
             output = self.end.after_batch(done, self.accumulation_steps)
         return output
@@ -467,13 +464,13 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         """Discard an unfinished window and return its number of batches."""
         return self.body.drop()
 
-    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensors:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         items = self.body(*inputs)
         if self.use_graceful_exit:
             items = self.graceful_exit.exit_by_request(items, self.init_param, self.exit_param)
         return self.shown(items)
 
-    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def shown(self, items: Tensors) -> Tensors:
         """Return the items of a StepOutput that a larger graph returns. Other projects' monitors get others."""
         return items

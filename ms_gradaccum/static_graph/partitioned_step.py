@@ -15,7 +15,7 @@ from mindspore.common.initializer import initializer
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.loss_measurement import not_measured
-from ms_gradaccum.backend.arithmetic import scale
+from ms_gradaccum.backend.arithmetic import Tensors, scale
 from ms_gradaccum.backend.compiled import graph_mode, warn_in_graph
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
@@ -74,7 +74,7 @@ class PartitionedStep(Step):
     def compiling(self) -> AbstractContextManager[None]:
         return compiling(self.kind)
 
-    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., Tensors]) -> StepOutput:
         if self.is_unmeasured:
             self.is_unmeasured = False
             warn(not_measured("the compiler partitions the whole step"))
@@ -106,7 +106,7 @@ class PartitionedStep(Step):
             f"join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
 
-    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensors:
         require_partition()
         sums = self.sums(*inputs)
         # Differentiate only the loss sum, not the weight beside it.
@@ -139,7 +139,7 @@ class PartitionedStep(Step):
             "learning_rate": learning_rate,
             "weight": weight,
         }
-        report: tuple[Tensor, ...] = items_of(named)
+        report: Tensors = items_of(named)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         if not self.is_called:

@@ -141,11 +141,9 @@ class Events:
     def tell(
         self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
     ) -> None:
-        if self.listeners:
-            event = StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
-            for methods in self.listeners:
-                if name in methods:
-                    methods[name](event)
+        for methods in self.listeners:
+            if name in methods:
+                methods[name](StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output))
 
 
 class Extra(nn.Cell):

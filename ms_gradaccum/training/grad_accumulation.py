@@ -20,6 +20,7 @@ from ms_gradaccum._checks import (
     refuse_nameless,
     refuse_unknown,
 )
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
@@ -108,7 +109,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
-    __call__: Callable[..., Tensor | tuple[Tensor, ...]]
+    __call__: Callable[..., Tensor | Tensors]
     _obeyed = {"micro_size": check_micro_size}
     # Class name used in messages about a batch: the step's name if the user gave the step a plain loss cell.
     owner = _OWNER
@@ -284,7 +285,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             )
         return tuple(bound.args)
 
-    def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> Tensor | Tensors:
         # MindSpore's step sets the second one, and ours takes it back.
         if self.training or self.requires_grad:
             warn_in_graph(_OTHER_STEP)
@@ -299,7 +300,7 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             weight = weight + values[1]
         return loss_sum * reciprocal(ops.stop_gradient(weight))
 
-    def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
+    def split_in_graph(self, inputs: Args) -> tuple[Args, ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.needs_all_rows:
             _refuse_in_graph("cached")
@@ -314,9 +315,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
                 _refuse_in_graph("open")
             shapes += (shape,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
-        parts: tuple[tuple[object, ...], ...] = ()
+        parts: tuple[Args, ...] = ()
         for begin, end in bounds:
-            part: tuple[object, ...] = (Tensor(end - begin, ms.float32),)
+            part: Args = (Tensor(end - begin, ms.float32),)
             for item, axis in zip(inputs, axes):
                 rows = item if axis is None else ops.narrow(item, axis, begin, end - begin)
                 part += (rows,)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
-from ms_gradaccum.backend.arithmetic import ONE, scale_wide
+from ms_gradaccum.backend.arithmetic import ONE, Tensors, scale_wide
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, RunRecord, clear_autograd_records, op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
@@ -24,7 +24,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer, replicas_of
 from ms_gradaccum.training.settings import StepSettings
 
 # The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
-Outputs = tuple[Tensor, ...]
+Outputs = Tensors
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
@@ -45,7 +45,7 @@ def share_and_factor(start: BackwardStart, rows: Any, batch_rows: Any) -> tuple[
     return rows / batch_rows, batch_rows
 
 
-def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Tensor, ...]:
+def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> Tensors:
     return tuple(Tensor(each, ms.float32) for each in share_and_factor(start, rows, batch_rows))
 
 
@@ -84,8 +84,8 @@ class MicroLoss(nn.Cell):
         self.divides = divides and self.half and not weighted_loss.counts_rows
         self._get_attr_from_cell(network)
 
-    def construct(self, share: object, *tensors: object) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
+    def construct(self, share: object, *tensors: object) -> Tensors:
+        outputs: Tensors = self.weighted_loss(share, *tensors)
         start = outputs[0]
         if self.divides:
             start = start / ops.maximum(ops.stop_gradient(outputs[1]), ONE)
@@ -125,7 +125,7 @@ class AddMicroBatch(nn.Cell):
         # The number of further values beside loss sum and weight, which are added up or passed on.
         self.others = int(self.has_notes or self.buffer.other_losses is not None)
 
-    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> Tensors:
         """Add ``grads`` from outside of this graph, which follow any other losses or notes. Return as `added`."""
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
@@ -174,7 +174,7 @@ class AddMicroBatch(nn.Cell):
                     factor_of_sum = factor
                 own = reducer.reduce_scatter_micro_batch(own)
                 done = reducer.buffer.add(loss_sum, weight, own, factor_of_sum)
-        notes: tuple[Tensor, ...] = ()
+        notes: Tensors = ()
         if self.has_notes:
             notes = others
         # The compiler needs a token that depends on no value of this micro batch.
@@ -224,7 +224,7 @@ class MicroStep(nn.Cell):
         self.loss_and_grads = ops.value_and_grad(self.micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(loss.network)
 
-    def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+    def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> Tensors:
         """Return the loss sum and the weight of this micro batch, and an ordering token."""
         outputs, grads = self.loss_and_grads(share, *tensors)
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
@@ -241,7 +241,6 @@ class EagerMicroStep:
 
     structure: SequenceOf  # That of the inputs of the current batch.
     is_whole = False  # True if the batch has a single micro batch, and starts from its mean loss.
-    gives_mean = False  # True if the step returns that mean loss.
     ends_window = False  # True if the batch is the last one of its window.
     left = 0  # The number of micro batches of the batch that have not begun.
 
@@ -259,13 +258,10 @@ class EagerMicroStep:
         is_mean = loss.counts_rows and not loss.is_prepared and self.cell.backward_start != "sum"
         self.structure = structure
         self.is_whole = is_mean and micro_batches == 1
-        self.gives_mean = self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty)
         self.ends_window = ends_window
         self.left = micro_batches
 
-    def __call__(
-        self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None) -> Tensors:
         if self.forgets_passes:
             clear_autograd_records()
         self.left -= 1
@@ -276,12 +272,12 @@ class EagerMicroStep:
             (_, *values), grads = grad_fn(share, *tensors)
         self.reducer.end_micro_batch()
         inputs = values if self.reducer.holds_grads else (*values, *grads)
-        outputs: tuple[Tensor, ...] = self.adding(factor, *inputs, record=record)
-        if self.gives_mean:
-            return (*values[:2], NOTHING)
+        outputs: Tensors = self.adding(factor, *inputs, record=record)
+        if self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty):
+            return (values[0], ONE, NOTHING)  # Its mean loss, which is not rounded as a sum that is divided again.
         return outputs
 
-    def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _loss(self, share: Tensor, *tensors: Tensor) -> Tensors:
         rows = None if self.is_whole else share
-        outputs: tuple[Tensor, ...] = self.cell.micro_loss(rows, *self.structure.rebuild(tensors))
+        outputs: Tensors = self.cell.micro_loss(rows, *self.structure.rebuild(tensors))
         return outputs

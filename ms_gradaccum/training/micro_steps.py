@@ -50,13 +50,6 @@ class WindowBatch(NamedTuple):
     weight: float | None = None  # The caller's weight, in place of the rows of a batch that is not split.
 
 
-class BatchResult(NamedTuple):
-    """The result of a batch that was added to the sums of its window."""
-
-    outputs: list[Outputs]  # Those of its micro steps.
-    gives_mean: bool  # True if its only micro batch has returned its mean loss.
-
-
 class BatchProgress(RunRecord):
     """How far a batch has come, which decides what is left to do if it fails. After a run it may be in the sums."""
 
@@ -102,8 +95,8 @@ class MicroSteps:
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return [self.cell, self.empty_step, *self.compiled.values(), *self.preparation.compiled_cells()]
 
-    def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool, is_last: bool) -> Compiled | EagerMicroStep:
-        """Return the callable that runs the micro batches of a batch, maybe the last one of its window."""
+    def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool) -> Compiled | EagerMicroStep:
+        """Return the callable that runs the micro batches of a batch."""
         if is_eager:
             if is_empty not in self.eager:
                 lookup = sparse_lookup(self.network)
@@ -114,9 +107,7 @@ class MicroSteps:
                     )
                 cell = MicroStep(self.network.weighted_loss, self.reducers, self.settings, True, is_empty)
                 self.eager[is_empty] = EagerMicroStep(self.settings.owner, cell)
-            step = self.eager[is_empty]
-            step.begin_batch(split.structure, len(split.micro_batches), is_last)
-            return step
+            return self.eager[is_empty]
         known = self.compiled.get((split.structure, is_empty))
         return known or self._compile(split.structure, split.micro_batches[0], is_empty)
 
@@ -146,8 +137,8 @@ class MicroSteps:
         self.advisor.after_build(len(self.compiled))
         return compiled
 
-    def run(self, batch: WindowBatch, progress: BatchProgress) -> BatchResult:
-        """Add one batch. If this raises, ``progress`` says how far the batch has come."""
+    def run(self, batch: WindowBatch, progress: BatchProgress) -> list[Outputs]:
+        """Add one batch. Return the outputs of its micro steps. If this raises, ``progress`` says how far it came."""
         is_eager = runs_eagerly(self.settings.compiles)
         if is_eager:
             self.jit_parts.follow()
@@ -168,7 +159,7 @@ class MicroSteps:
         batch_rows = rows
         if self.network.needs_all_rows:
             split, batch_rows = self.preparation.prepare(inputs, whole, rows, is_eager)
-        step = self._step_for(split, is_eager, batch.weight == 0.0, batch.is_last)
+        step = self._step_for(split, is_eager, batch.weight == 0.0)
         progress.rounds_left = len(split.micro_batches)
         if self.reducers[0].is_distributed:
             # This comes first, because all ranks must send their messages in the same order.
@@ -180,12 +171,14 @@ class MicroSteps:
             is_part = len(split.micro_batches) > 1
             make_program = functools.partial(self._program, step, batch_rows if is_part else None)
             self.advisor.before_batch(seen, make_program)
+        if isinstance(step, EagerMicroStep):
+            # After the advisor, which may have measured other rows with this step.
+            step.begin_batch(split.structure, len(split.micro_batches), batch.is_last)
         parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, batch.weight)
         outputs = self._run_all(step, parts, inputs, progress)
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)
-        gives_mean = isinstance(step, EagerMicroStep) and step.gives_mean
-        return BatchResult(outputs, gives_mean)
+        return outputs
 
     def check_hooks(self, is_eager: bool) -> None:
         """Raise for hooks of the network that reduce its gradients, where nobody calls them or they come too late."""
@@ -212,16 +205,17 @@ class MicroSteps:
         """Return what adds the gradients of any rows, to measure it. With no ``batch_rows``, they are a batch."""
 
         def add(rows: Rows, step: Compiled | EagerMicroStep = step) -> None:
+            if isinstance(step, EagerMicroStep):
+                step.begin_batch(rows.structure, 2)
             first = self.starts(step.cell.backward_start, rows.size, batch_rows or rows.size)
             step(*first, *rows.tensors)
 
         def add_anew(rows: Rows) -> None:
-            if isinstance(step, Compiled):
-                # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
-                add(rows, Compiled(step.make_cell, self.settings.owner, "the network", self.network.network))
+            if isinstance(step, EagerMicroStep):
+                add(rows)
                 return
-            step.begin_batch(rows.structure, 2)
-            add(rows)
+            # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
+            add(rows, Compiled(step.make_cell, self.settings.owner, "the network", self.network.network))
 
         return Program(add, add_anew, [each.buffer for each in self.reducers])
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from mindspore import Tensor, nn
+from mindspore import nn
 
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.batch.arguments import Args, Kwargs
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -40,7 +41,7 @@ class Step(nn.Cell):
         """Return a context for the compilation of the whole step as one graph."""
         return nullcontext()
 
-    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., Tensors]) -> StepOutput:
         """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
         raise NotImplementedError
 
@@ -57,7 +58,7 @@ class Step(nn.Cell):
                 f"sink mode, but got {length.as_text()}. Call the step from Python, or give dataset_sink_mode=False."
             )
 
-    def measure_loss(self, batch: tuple[object, ...]) -> None:
+    def measure_loss(self, batch: Args) -> None:
         """Measure the loss of a batch that a larger graph will train."""
 
     def check_between_batches(self, caller: str) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import Tensor
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from ms_gradaccum.backend.arithmetic import Tensors
+
 # The loss as a NumPy array, and the arguments that NumPy's protocols pass.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -36,16 +38,16 @@ _FIELDS = OutputFields._fields[:-1]
 _Item: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
-def items_of(report: dict[str, Tensor], other_losses: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+def items_of(report: dict[str, Tensor], other_losses: Tensors = ()) -> Tensors:
     """Return the items of a `OutputFields` in a graph. Fields that ``report`` lacks are NaN."""
     # In a graph, a NamedTuple would be built by Python in each call, but a dict costs nothing.
-    items: tuple[Tensor, ...] = ()
+    items: Tensors = ()
     for name in _FIELDS:
         items += (report.get(name, _UNKNOWN),)
     return items + other_losses
 
 
-def named(items: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def named(items: Tensors) -> dict[str, Tensor]:
     """Return the items of a `OutputFields` by name, in a graph or on the host."""
     report: dict[str, Tensor] = {}
     for i, name in enumerate(_FIELDS):
@@ -137,7 +139,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return self._report.weight
 
     @property
-    def other_losses(self) -> tuple[Tensor, ...]:
+    def other_losses(self) -> Tensors:
         losses = self._report.other_losses
         if isinstance(losses, Tensor):  # Read only on demand, because a read waits for the device.
             pairs = losses.asnumpy().T

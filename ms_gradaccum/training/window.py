@@ -18,8 +18,8 @@ from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import RanksDiffer
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.micro_step import is_half
-from ms_gradaccum.training.micro_steps import BatchProgress, BatchResult, MicroSteps, WindowBatch
+from ms_gradaccum.training.micro_step import Outputs, is_half
+from ms_gradaccum.training.micro_steps import BatchProgress, MicroSteps, WindowBatch
 from ms_gradaccum.training.rank_comparison import RankComparison
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -63,7 +63,7 @@ class Window:
         self.micro_steps = MicroSteps(network, reducers, settings, events, self.advisor)
         self.ends = WindowEnds(optimizers, reducers, settings, self.advisor)
         self.ranks = RankComparison(self.owner, optimizers, reducers, events, self.advisor)
-        # The window from `reduce` until it is reset.
+        # The window from `reduce` until it is reset; None before.
         self.full: FullWindow | None = None
         # False if the caller gave gradients of the window without a loss. True again after the window.
         self.has_loss = True
@@ -93,11 +93,6 @@ class Window:
     def is_open(self) -> bool:
         """True if the buffers contain a batch."""
         return self.count.get() > 0
-
-    @property
-    def is_reduced(self) -> bool:
-        """True between `reduce` and the end of the window."""
-        return self.full is not None
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window except its sums, as JSON. The sums are parameters of the buffers."""
@@ -129,22 +124,22 @@ class Window:
         self.advisor.begin_anew()
         self.ends.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, batch: WindowBatch) -> BatchResult:
-        """Add one batch."""
+    def add(self, batch: WindowBatch) -> list[Outputs]:
+        """Add one batch. Return the outputs of its micro steps."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
                 f"batch, or give each thread its own step and network."
             )
         try:
-            result = self._run_steps(batch)
+            outputs = self._run_steps(batch)
         finally:
             self._in_use.release()
         if self.ranks.is_on:
             self.ranks.note_first("batch", (batch.args, batch.kwargs))
-        return result
+        return outputs
 
-    def _run_steps(self, batch: WindowBatch) -> BatchResult:
+    def _run_steps(self, batch: WindowBatch) -> list[Outputs]:
         """Run the micro steps of a batch, again with twice as many where the device runs out of memory."""
         while True:
             progress = BatchProgress()
@@ -202,8 +197,8 @@ class Window:
         output = self.ends.partial_output()
         return output if self.has_loss else output._replace(loss=None)
 
-    def reduce(self) -> FullWindow:
-        """Reduce the sums over the ranks, once, before clipping and update."""
+    def reduce(self, clip: Clip | None = None) -> FullWindow:
+        """Reduce the sums over the ranks, once, before clipping and update. A ``clip`` is for this window alone."""
         if self.full is None:
             try:
                 self.full = self.ends.reduce()
@@ -212,17 +207,19 @@ class Window:
             except BaseException:
                 self.discard()
                 raise
+        if clip is not None:
+            self.full = self.full._replace(clip=clip)
         return self.full
 
     def close(self, clip: Clip | None = None) -> StepOutput:
         """Update, clear the buffers and return the report. A ``clip`` is for this window alone."""
-        full = self.reduce()
+        full = self.reduce(clip)
         if self.advisor.is_on:
             self.advisor.before_update()
         try:
             if self.reducers[0].grads_are_reduced:
                 self.reshard()
-            report = self.ends.finish(full, clip)
+            report = self.ends.finish(full)
         except BaseException:
             self.discard()
             raise

@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
+from ms_gradaccum.backend.arithmetic import Tensors
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly, warn_in_graph
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
@@ -81,49 +82,18 @@ class WindowReduction(nn.Cell):
         }
         return bad, report
 
-    def report(self, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
+    def report(self, has_rate: bool, done: Done) -> Tensors:
         """Return what `reduce_and_report` does as a flat tuple, for the host."""
         bad, report = self.reduce_and_report(has_rate, done)
         return (bad, *items_of(report, self.buffer.other_losses_after(report["weight"])))
 
-    def partial_report(self, done: Done) -> tuple[Tensor, ...]:
+    def partial_report(self, done: Done) -> Tensors:
         """Return the items of a StepOutput for the open window, after ``done``."""
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         no = Tensor(False)
         report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
         return items_of(report, self.buffer.other_losses_after(done))
-
-
-class BuiltUpdates:
-    """The updates of an optimizer, each built for the first window that needs it."""
-
-    def __init__(self, update: Update, settings: StepSettings) -> None:
-        self.update = update
-        self.settings = settings
-        # In PYNATIVE mode, too, but not a clip of the program.
-        self.compiles = settings.compiles or (compiles_itself(update.optimizer) and not update.clip.is_own)
-        # The keys are the type of the caller's clip, and a flag for an `EagerUpdate`. Without one it is that of None.
-        self.built: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
-
-    def build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
-        """Build the update of a window with this clip of the caller."""
-        update = self.update
-        if clip is not None:
-            settings = replace(self.settings, clip=clip)
-            update = Update(update.optimizer, update.reducer, settings)
-            like_mode(update, self.update)
-        update.needs_call = needs_call(update.optimizer)
-        built: Compiled | EagerUpdate
-        if is_eager:
-            built = EagerUpdate(self.settings.owner, update)
-        else:
-            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
-        self.built[type(clip), is_eager] = built
-        return built
-
-    def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        return [each for each in self.built.values() if isinstance(each, Compiled)]
 
 
 class WindowEnd(nn.Cell):
@@ -138,15 +108,17 @@ class WindowEnd(nn.Cell):
 
     def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
+        self.settings = settings
         self.norm_limit = settings.norm_limit
         self.reducer = reducer
-        self.buffer = reducer.buffer
         self.reduction = WindowReduction(optimizer, reducer, settings)
         self.progress = OptimizerProgress(optimizer)
         self.update = Update(optimizer, reducer, settings)
-        self.updates = BuiltUpdates(self.update, settings)
-        # True if the optimizer runs op by op in the current window. Set by `reduce`.
-        self.is_eager = False
+        # In PYNATIVE mode, too, but not a clip of the program.
+        self.compiles = settings.compiles or (compiles_itself(optimizer) and not settings.clip.is_own)
+        # The updates, each built for the first window that needs it. The keys are the type of the caller's clip, and a
+        # flag for an `EagerUpdate`. Without a clip of the caller it is the type of None.
+        self.updates: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
         self.followers: list[Callable[[], None]] = []  # Called after each update that the optimizer has made.
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
@@ -157,19 +129,19 @@ class WindowEnd(nn.Cell):
         if not self.can_raise:
             self.message = unraised(settings.owner)
 
-    def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
+    def after_batch(self, done: Done, batches_of_window: int) -> Tensors:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
-        batches = ops.depend(self.buffer.count_batch(), done)
+        batches = ops.depend(self.reducer.buffer.count_batch(), done)
         if batches >= batches_of_window:
             output = self.construct(batches)
         else:
             output = self.reduction.partial_report(batches)
         return output
 
-    def construct(self, done: Done) -> tuple[Tensor, ...]:
+    def construct(self, done: Done) -> Tensors:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput."""
         bad, report = self.reduction.reduce_and_report(True, done)
-        others = self.buffer.other_losses_after(report["weight"])
+        others = self.reducer.buffer.other_losses_after(report["weight"])
         before = ops.depend(self.progress.count + 0, (items_of(report), others))
         norm = report["grad_norm"]
         overflow = report["overflow"]
@@ -177,7 +149,7 @@ class WindowEnd(nn.Cell):
         if updated:
             clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
-            clipped_norm = ops.depend(norm, self.buffer.clear())
+            clipped_norm = ops.depend(norm, self.reducer.buffer.clear())
             if self.can_raise:
                 in_a_row = ops.assign_add(self.skipped, ops.cast(overflow, ms.int32))
                 if in_a_row >= MAX_OVERFLOWS:
@@ -201,7 +173,7 @@ class WindowEnd(nn.Cell):
             reduction.compiled_report,
             reduction.compiled_report_without_rate,
             reduction.compiled_partial_report,
-            *self.updates.compiled_cells(),
+            *(each for each in self.updates.values() if isinstance(each, Compiled)),
         ]
 
     def reduce(self) -> tuple[Tensor, StepOutput]:
@@ -210,11 +182,10 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.updates.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
+                f"For '{self.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
                 f"but got {count}. Build a new step after add_param_group()."
             )
-        self.is_eager = runs_eagerly(self.updates.compiles)
-        if self.is_eager:
+        if runs_eagerly(self.compiles):
             is_bad, *items = self.reduction.compiled_report_without_rate(NOTHING)
             rate = self.reduction.learning_rate.before_update()
             return is_bad, StepOutput(*items)._replace(learning_rate=rate)
@@ -226,10 +197,11 @@ class WindowEnd(nn.Cell):
         inputs = [output.grad_norm]
         if clip is not None:
             inputs += clip.inputs()
-        run = self.updates.built.get((type(clip), self.is_eager)) or self.updates.build(clip, self.is_eager)
+        is_eager = runs_eagerly(self.compiles)
+        run = self.updates.get((type(clip), is_eager)) or self._build(clip, is_eager)
         rate = output.learning_rate
         before = self.progress.snapshot() if self.progress.may_leave_out else None
-        if self.is_eager and self.reduction.learning_rate.is_recorded:
+        if is_eager and self.reduction.learning_rate.is_recorded:
             with self.reduction.learning_rate.recording() as recorded:
                 clipped_norm = run(*inputs)
             rate = recorded()
@@ -244,12 +216,28 @@ class WindowEnd(nn.Cell):
             output = output._replace(updated=Tensor(False))
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
+    def _build(self, clip: Clip | None, is_eager: bool) -> Compiled | EagerUpdate:
+        """Build the update of a window with this clip of the caller."""
+        update = self.update
+        if clip is not None:
+            update = Update(update.optimizer, self.reducer, replace(self.settings, clip=clip))
+            like_mode(update, self.update)
+        update.needs_call = needs_call(update.optimizer)
+        built: Compiled | EagerUpdate
+        if is_eager:
+            built = EagerUpdate(self.settings.owner, update)
+        else:
+            built = Compiled(lambda: update, self.settings.owner, "the optimizer")
+        self.updates[type(clip), is_eager] = built
+        return built
+
 
 class FullWindow(NamedTuple):
     """A full window whose sums are reduced over the ranks, before its update."""
 
     outputs: list[StepOutput]  # One for each optimizer.
     is_bad: Tensor  # True if the loss scale was too large, also for a micro batch that was dropped.
+    clip: Clip | None = None  # The caller's, in place of that of the settings.
 
 
 class WindowEnds:
@@ -297,11 +285,11 @@ class WindowEnds:
             outputs = [output._replace(updated=updated) for output in outputs]
         return FullWindow(outputs, is_bad)
 
-    def finish(self, window: FullWindow, clip: Clip | None) -> StepOutput:
+    def finish(self, window: FullWindow) -> StepOutput:
         """Update or skip the window, and clear the buffers. Return the report."""
         updated = window.outputs[0].is_updated
         if updated:
-            window = window._replace(outputs=self._update(window.outputs, clip))
+            window = window._replace(outputs=self._update(window))
         else:
             window = self._skip(window)
         loss_scale = self.settings.precision.loss_scale
@@ -319,14 +307,14 @@ class WindowEnds:
             raise RuntimeError(broken_gradient(self.settings.owner))
         if len(outputs) == 1:
             return outputs[0]
-        return with_all_rates(outputs, not (clip or self.settings.clip).has_one_factor)
+        return with_all_rates(outputs, not (window.clip or self.settings.clip).has_one_factor)
 
-    def _update(self, reports: list[StepOutput], clip: Clip | None) -> list[StepOutput]:
+    def _update(self, window: FullWindow) -> list[StepOutput]:
         """Run the optimizers. Return their reports."""
         outputs: list[StepOutput] = []
         try:
-            for end, report in zip(self.of_optimizers, reports):
-                outputs.append(end.finish(report, clip))
+            for end, report in zip(self.of_optimizers, window.outputs):
+                outputs.append(end.finish(report, window.clip))
         except BaseException:
             if outputs:
                 warn(
@@ -354,7 +342,8 @@ class WindowEnds:
                 "grad_norm": zero,
                 "clipped_grad_norm": zero,
             }
-            window = FullWindow([output._replace(**nothing) for output in window.outputs], is_bad=Tensor(False))
+            outputs = [output._replace(**nothing) for output in window.outputs]
+            window = window._replace(outputs=outputs, is_bad=Tensor(False))
         elif first.has_overflow:
             self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
         elif weight > 0:  # Only the limit of the norm is left as a reason.

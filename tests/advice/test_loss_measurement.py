@@ -23,7 +23,7 @@ from random_losses import KINDS, RandomLoss
 from refusal import refuses
 from step_probe import Around
 
-from ms_gradaccum import GradAccumulation, GradAccumulationWarning, Model, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, GradAccumulationWarning, Model, TrainOneStepCell
 from ms_gradaccum.advice.advisor import Advisor
 from ms_gradaccum.advice.loss_measurement import LossMeasurement
 
@@ -504,6 +504,24 @@ def said_of_groups(group):
 def test_groups_of_rows_that_stay_together_are_right(group, count, eager):
     """Those of 8 answers are cut."""
     assert len(said_of_groups(group)) == count
+
+
+@pytest.mark.parametrize("rows", [7, 11])
+def test_a_loop_gets_the_same_loss_from_a_batch_whose_gradient_was_measured(rows, eager):
+    """The rows of a batch are a group, so that its gradient is compared with that of all rows of two batches."""
+
+    def losses(check_loss):
+        cell = Of(lambda cell, x, y: (cell.net(x) - y).square().reshape(-1, rows).mean())
+        optimizer = nn.SGD(cell.trainable_params(), 0.05)
+        accumulator = Accumulator(cell, optimizer, 2, check_loss=check_loss)
+        found = []
+        for _ in range(4):
+            with accumulator.accumulate():
+                found.append(accumulator.backward(Tensor(X[:rows]), Tensor(Y[:rows])).asnumpy().tobytes())
+                accumulator.step()
+        return found
+
+    assert losses(True) == losses(False)
 
 
 def test_groups_are_right_as_a_graph(monkeypatch):

@@ -325,7 +325,7 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
             step.body.micro_step,
             step.body.end.reduction.compiled_report.cell,
             step.body.end.reduction.compiled_report_without_rate.cell,
-            *(compiled.cell for compiled in step.body.end.updates.built.values()),
+            *(compiled.cell for compiled in step.body.end.updates.values()),
             window_of(step).micro_steps.empty_step.cell,
         ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)

@@ -166,7 +166,7 @@ for REDUCER in self.reducers:
 """,
         """
 for end in self.of_optimizers:
-    end.buffer.clear()
+    end.reducer.buffer.clear()
     end.update.optimizer.global_step.set_data(end.update.optimizer.global_step + 1)
 """,
         CLIPS,
