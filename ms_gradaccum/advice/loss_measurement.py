@@ -22,8 +22,9 @@ from ms_gradaccum.advice.schedule import Schedule
 from ms_gradaccum.backend.snapshot import Snapshot
 from ms_gradaccum.backend.tolerances import TOLERANCES
 
-# A smaller difference counts only where it exceeds the effect of another order of the rows so many times.
+# A smaller error or difference counts only where it exceeds the effect of another order of the rows so many times.
 MIN_CERTAIN_ERROR = 1e-2
+MIN_CERTAIN_DIFFERENCE = 1e-6
 NUM_ORDERS = 10
 NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
 # Differences that rounding to 16 bits explains, by the names in a network's code that may cast a part of its loss.
@@ -202,7 +203,7 @@ class LossMeasurement:
                 losses.random.note()
                 if abs(relative(losses.alone(both).value - whole.value, whole.value)) > rounding:
                     return self._of_draws(first, second, rounding)
-        if error < MIN_CERTAIN_ERROR:
+        if error < max(MIN_CERTAIN_ERROR, MIN_CERTAIN_DIFFERENCE / abs(whole.value or 1.0)):
             casts = losses.start.code.names & _OF_CASTS.keys()
             if any(error <= _OF_CASTS[name] for name in casts):
                 return ""
