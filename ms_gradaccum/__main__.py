@@ -22,7 +22,9 @@ _ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command and its arguments."""
     more = f"{_PROGRAM} COMMAND --help has the arguments of a command, and an example."
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Gradient accumulation for MindSpore.", epilog=more)
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description="Gradient accumulation for MindSpore.", epilog=more
+    )
     parser.add_argument("--version", action="version", version=f"ms_gradaccum {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -36,24 +38,57 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
         return command.add_argument
 
-    option = add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2")
+    option = add(
+        "test",
+        "train small networks here and compare with the whole batch",
+        "--device CPU --workers 2",
+    )
     device = "the kind of device; default: the one that MindSpore takes here"
     option("--device", choices=("CPU", "GPU", "Ascend"), help=device)
     workers = "processes of a job, 1 for no job; default: %(default)s"
     option("--workers", type=int, default=2, metavar="N", help=workers)
-    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one case; default: %(default)g")
-    option("--output", default=_FOUND, metavar="FILE", help="where to write JSON; default: %(default)s, here")
+    option(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="limit of one case; default: %(default)g",
+    )
+    option(
+        "--output",
+        default=_FOUND,
+        metavar="FILE",
+        help="where to write JSON; default: %(default)s, here",
+    )
 
     summary = "print the smallest micro_size that fits into a memory limit"
     option = add("micro-size", summary, "train.py:build --memory-limit 4GiB")
     build = "a function that returns (network, optimizer, batch); or module:build"
     option("build", metavar="train.py:build", help=build)
-    option("--memory-limit", required=True, metavar="SIZE", help="limit of a training, such as 4GiB; required")
-    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="limit of one process; default: %(default)g")
+    option(
+        "--memory-limit",
+        required=True,
+        metavar="SIZE",
+        help="limit of a training, such as 4GiB; required",
+    )
+    option(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit of one process; default: %(default)g",
+    )
 
-    option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
+    option = add(
+        "plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png"
+    )
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
-    option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
+    option(
+        "-o",
+        "--output",
+        metavar="PNG",
+        help="the picture; default: the first file's name with .png",
+    )
 
     add("env", "print versions, device, modes, and what this machine can and cannot do", "")
     return parser.parse_args(arguments)
@@ -105,7 +140,11 @@ def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
         print(probe, file=sys.stderr)
 
     try:
-        print(finder.find_micro_size(args.build, args.memory_limit, timeout=args.timeout, report=report))
+        print(
+            finder.find_micro_size(
+                args.build, args.memory_limit, timeout=args.timeout, report=report
+            )
+        )
     except MemoryError as error:
         _print_error("micro-size", error)
         return 1

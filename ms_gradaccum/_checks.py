@@ -29,18 +29,34 @@ _LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MOST_CHARACTERS = 100  # Of a value in a message: a list of batches has thousands of lines.
 # Path prefixes of code that is not the user's: this package, MindSpore, and the context managers around both.
-LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
+LIBRARIES = (
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(ms.__file__).parent}{os.sep}",
+    contextlib.__file__,
+)
 # The names of arguments in other libraries. Without a check, assigning them to a built object would have no effect.
 _OTHER_NAMES = {
-    "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
-    "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
+    "accumulation_steps": (
+        "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
+        "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps "
+        "accumulate_steps accum_iter"
+    ),
     "micro_tokens": "max_tokens tokens_per_micro_batch max_token_len max_tokens_per_gpu",
-    "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
-    "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
-    "grad_clip clip_global_norm use_clip_grad",
-    "skip_above": "grad_norm_skip_threshold skip_step_on_spikes skip_grad_norm skip_bad_steps max_grad_norm_spike",
-    "mixed_precision": "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
-    "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32",
+    "micro_size": (
+        "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks"
+    ),
+    "clip": (
+        "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val "
+        "gradient_clipping grad_clip clip_global_norm use_clip_grad"
+    ),
+    "skip_above": (
+        "grad_norm_skip_threshold skip_step_on_spikes skip_grad_norm skip_bad_steps "
+        "max_grad_norm_spike"
+    ),
+    "mixed_precision": (
+        "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
+        "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32"
+    ),
     "last_window": "drop_last drop_remainder",
     "batch_axis": "batch_dim axis dim",
     "compile": "jit use_jit jit_level",
@@ -49,7 +65,9 @@ _RIGHT_NAMES: dict[str, str] = {}
 for _name, _others in _OTHER_NAMES.items():
     _RIGHT_NAMES |= dict.fromkeys((_name, *_others.split()), _name)
 # The error of a collective operator, op by op or in a graph.
-_LOST = re.compile(r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])")
+_LOST = re.compile(
+    r"Launch kernel failed\S* .*(AllReduce|AllGather|ReduceScatter|Broadcast)(?![A-Za-z])"
+)
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
 _LOSS_NAMES = {"loss", "loss_fn", "loss_func", "criterion"}
 # The remedy for a loss function in the place of another argument.
@@ -61,10 +79,14 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
-def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
+def refuse_unknown(
+    owner: str, function: Callable[..., object], arguments: Mapping[str, object]
+) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
     parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    known = [
+        each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
     unknown = [name for name in arguments if name not in known]
     if not unknown:
         return
@@ -96,7 +118,9 @@ def refuse_nameless(owner: str, last: str, others: Sequence[object]) -> None:
     remedy = "Write name=value."
     if isinstance(others[0], nn.Cell):
         remedy = LOSS_INSIDE
-    raise TypeError(f"For '{owner}', arguments after '{last}' need a name, but got {typed(others[0])}. {remedy}")
+    raise TypeError(
+        f"For '{owner}', arguments after '{last}' need a name, but got {typed(others[0])}. {remedy}"
+    )
 
 
 class FrozenAfterInit:
@@ -106,16 +130,21 @@ class FrozenAfterInit:
     """
 
     _is_built = False
-    _obeyed: Mapping[str, Callable[[Any], Any]] = {}  # Checks of the settings that are read in each call.
+    # Checks of the settings that are read in each call.
+    _obeyed: Mapping[str, Callable[[Any], Any]] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
         own: Any = type(self)
         if self._is_built and name in _settings(own) and value is not getattr(self, name, None):
-            kind = next(each.__name__ for each in own.__mro__ if each.__module__.startswith(f"{__package__}."))
+            kind = next(
+                each.__name__
+                for each in own.__mro__
+                if each.__module__.startswith(f"{__package__}.")
+            )
             if name not in self._obeyed:
                 raise ValueError(
-                    f"For '{kind}', the argument '{name}' cannot be changed after construction. Build a new {kind}; an "
-                    f"optimizer goes with one."
+                    f"For '{kind}', the argument '{name}' cannot be changed after construction. "
+                    f"Build a new {kind}; an optimizer goes with one."
                 )
             value = self._obeyed[name](value)
         super().__setattr__(name, value)
@@ -126,14 +155,15 @@ class NonCopyable:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"For '{type(self).__name__}', a training step cannot be copied or pickled. Build another one around a "
-            f"copy of the network; save_state() and load_state() carry its state over."
+            f"For '{type(self).__name__}', a training step cannot be copied or pickled. Build "
+            f"another one around a copy of the network; save_state() and load_state() carry its "
+            f"state over."
         )
 
     def _refuse_hook(self, *hooks: object, **settings: object) -> NoReturn:
         raise TypeError(
-            f"For '{type(self).__name__}', a hook of a training step would never be called. Register it on the loss "
-            f"cell, or write a callback."
+            f"For '{type(self).__name__}', a hook of a training step would never be called. "
+            f"Register it on the loss cell, or write a callback."
         )
 
     register_forward_pre_hook = register_forward_hook = _refuse_hook
@@ -164,14 +194,18 @@ def typed(value: object) -> str:
     return f"{text} of type {type(value).__name__}"
 
 
-def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str) -> _T:
+def check_type(
+    owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str
+) -> _T:
     """Return ``value`` if it has one of these types. A bool does not count as a number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
     return value
 
 
-def check_int(owner: str, name: str, value: object, remedy: str, least: int = 1, most: int = MAX_INT) -> int:
+def check_int(
+    owner: str, name: str, value: object, remedy: str, least: int = 1, most: int = MAX_INT
+) -> int:
     """Return ``value`` if it is an int in these bounds."""
     rule = "a positive int" if least == 1 else f"an int of at least {least}"
     number = check_type(owner, name, value, int, rule, remedy)
@@ -183,7 +217,12 @@ def check_int(owner: str, name: str, value: object, remedy: str, least: int = 1,
 
 
 def check_float(
-    owner: str, name: str, value: object, remedy: str, least: float = _LEAST_FLOAT32, below: float = math.inf
+    owner: str,
+    name: str,
+    value: object,
+    remedy: str,
+    least: float = _LEAST_FLOAT32,
+    below: float = math.inf,
 ) -> float:
     """Return ``value``, a number or a tensor or array of one element, as a float if it is in these bounds.
 
@@ -197,7 +236,9 @@ def check_float(
         rule += f" and below {below:g}"
     number = check_type(owner, name, value, (int, float), rule, remedy)
     if not least <= number <= _LARGEST_FLOAT32 or number >= below:
-        raise ValueError(argument_error(owner, name, f"{rule} in the range of float32", number, remedy))
+        raise ValueError(
+            argument_error(owner, name, f"{rule} in the range of float32", number, remedy)
+        )
     return float(number)
 
 
@@ -212,8 +253,8 @@ def check_loss(owner: str, value: object) -> float:
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
     raise TypeError(
-        f"For '{owner}', the argument 'loss' must be a number, a tensor of one element or None, but got {got}. It "
-        f"appears only in the report."
+        f"For '{owner}', the argument 'loss' must be a number, a tensor of one element or None, "
+        f"but got {got}. It appears only in the report."
     )
 
 
@@ -221,7 +262,9 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
-        raise TypeError(f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}")
+        raise TypeError(
+            f"For '{owner}', the construct() of {own.__name__} would never be called. {remedy}"
+        )
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
@@ -238,7 +281,9 @@ def check_choice(owner: str, name: str, value: object, choices: Sequence[str], r
 
 def check_path(owner: str, name: str, value: object, remedy: str) -> str:
     """Return ``value`` as a string if it is a valid path."""
-    given: Any = check_type(owner, name, value, (str, os.PathLike), "a str or an os.PathLike", remedy)
+    given: Any = check_type(
+        owner, name, value, (str, os.PathLike), "a str or an os.PathLike", remedy
+    )
     try:
         path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
@@ -314,9 +359,10 @@ def is_lost(owner: str, error: BaseException) -> bool:
     lost = _LOST.search(f"{error}") is not None
     if lost and not f"{error}".startswith("For '"):
         error.args = (
-            f"For '{owner}', a collective failed: the ranks made different calls, or one of them ended. Perhaps one "
-            f"rank saved, stopped, flushed or evaluated alone, or had another number of batches (of micro batches, if "
-            f"the network communicates). See the logs of all ranks.\n{error}",
+            f"For '{owner}', a collective failed: the ranks made different calls, or one of them "
+            f"ended. Perhaps one rank saved, stopped, flushed or evaluated alone, or had another "
+            f"number of batches (of micro batches, if the network communicates). See the logs of "
+            f"all ranks.\n{error}",
         )
     return lost
 
@@ -356,9 +402,13 @@ def another_program(what: str) -> DamagedState:
     return DamagedState(f"the state belongs to another network, optimizer or setting: it {what}")
 
 
-def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]) -> dict[str, Any]:
+def check_saved(
+    saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]
+) -> dict[str, Any]:
     """Return the items of a `state_dict` that have rules. Raise unless each of them follows its rule."""
-    if not isinstance(saved, dict) or not all(name in saved and keeps(saved[name]) for name, keeps in rules.items()):
+    if not isinstance(saved, dict) or not all(
+        name in saved and keeps(saved[name]) for name, keeps in rules.items()
+    ):
         raise DamagedState(f"the state does not say {what}")
     return {name: saved[name] for name in rules}
 

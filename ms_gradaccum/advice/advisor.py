@@ -68,7 +68,8 @@ def _harmless(
 class SilentAdvisor:
     """The hooks of an Advisor, which warn of nothing. Errors of a batch are explained all the same."""
 
-    is_on = False  # True while a batch may be worth a warning. A batch that runs op by op always may.
+    # True while a batch may be worth a warning. A batch that runs op by op always may.
+    is_on = False
     measurement: LossMeasurement | None = None  # None where nothing is measured, or not any more.
     is_unmeasured = False  # True until a batch was measured, if one should be.
     has_failed = False  # True after the first error inside a hook.
@@ -128,8 +129,9 @@ class SilentAdvisor:
         if not self.has_failed:
             self.has_failed = True
             warn(
-                f"For '{self.owner}', a check that only warns has failed with {type(error).__name__}: "
-                f"{first_line(error)} The training goes on without it; please report this error."
+                f"For '{self.owner}', a check that only warns has failed with "
+                f"{type(error).__name__}: {first_line(error)} The training goes on without it; "
+                f"please report this error."
             )
 
 
@@ -150,13 +152,17 @@ class Advisor(SilentAdvisor):
         self.count = count
         parameters = replicas_of(reducers)
         self.adds_batches = training.accumulation_steps > 1
-        self.first_batches = FirstBatches(owner, network, parameters, reducers[0], self.adds_batches)
+        self.first_batches = FirstBatches(
+            owner, network, parameters, reducers[0], self.adds_batches
+        )
         # The forward pass makes shards whole, which are no changes of the program.
         watched = None if reducers[0].grads_are_reduced else network
         self.watch = WindowWatch(owner, watched, optimizers, count)
         self.gradient_watch = GradientWatch(owner)
         self.skipped_windows = SkippedWindows(owner, [reducer.buffer for reducer in reducers])
-        self.make_measurement = functools.partial(measurement_of, network, parameters, reducers[0], training)
+        self.make_measurement = functools.partial(
+            measurement_of, network, parameters, reducers[0], training
+        )
         self.measurement = self.make_measurement()
         self.is_unmeasured = self.measurement is not None
         # The batch that is trained now; None after it, unless it has failed.
@@ -173,7 +179,12 @@ class Advisor(SilentAdvisor):
             if is_first:
                 self.watch.restart()
             self.watch.begin_batch()
-        if is_first and not follows_failure and self.measurement is not None and self.measurement.windows < 2:
+        if (
+            is_first
+            and not follows_failure
+            and self.measurement is not None
+            and self.measurement.windows < 2
+        ):
             self._end_measuring(self.measurement.begin_window(self._rows_of(batch), make_program()))
         if self.measurement is not None:
             self._end_measuring(self.measurement.before_batch())
@@ -188,7 +199,9 @@ class Advisor(SilentAdvisor):
         if measurement is not None:
             measurement.schedule.end_batch()
             if measurement.is_due and batch.weight != 0.0:
-                self._end_measuring(measurement.after_batch(self._rows_of(batch), outputs, num_windows))
+                self._end_measuring(
+                    measurement.after_batch(self._rows_of(batch), outputs, num_windows)
+                )
         if self.watch.is_on:
             self.watch.end_batch(batch.is_last)
         self._look_on()
@@ -208,8 +221,9 @@ class Advisor(SilentAdvisor):
     def after_build(self, num_structures: int) -> None:
         if num_structures == _MANY_STRUCTURES:
             warn(
-                f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Pass changing values as tensors."
+                f"For '{self.owner}', the inputs must keep their structure and Python values, but "
+                f"got {_MANY_STRUCTURES} different ones, each compiled on its own. Pass changing "
+                f"values as tensors."
             )
 
     @_harmless
@@ -273,7 +287,10 @@ class Advisor(SilentAdvisor):
 
 
 def measurement_of(
-    network: nn.Cell, parameters: Sequence[Parameter], reducer: GradientReducer, training: AdvisedTraining
+    network: nn.Cell,
+    parameters: Sequence[Parameter],
+    reducer: GradientReducer,
+    training: AdvisedTraining,
 ) -> LossMeasurement | None:
     """Return the measurement of a loss that is added up from parts; None if no forward pass may be repeated."""
     adds_parts = network.splits or training.accumulation_steps > 1 or reducer.is_distributed
@@ -281,4 +298,6 @@ def measurement_of(
     can_repeat = not (network.needs_all_rows or reducer.grads_are_reduced)
     if not (training.check_loss and adds_parts and can_repeat):
         return None
-    return LossMeasurement(network, parameters, training.compiles, training.is_half, reducer.is_distributed)
+    return LossMeasurement(
+        network, parameters, training.compiles, training.is_half, reducer.is_distributed
+    )

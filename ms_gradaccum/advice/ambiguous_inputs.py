@@ -59,16 +59,18 @@ def _hint_of_split(accumulation: nn.Cell, error: str, inputs: Args) -> str:
         column = _column_of_row_numbers(item)
         if column is not None:
             return (
-                f"For '{_OWNER}', column {column} of {accumulation.name_of_input(i)} seems to number the rows of the "
-                f"batch, but a micro batch has only some of them. Number them in the loss cell, or use "
-                f"GradCacheLoss(network, loss, labels=1), whose loss sees the whole batch."
+                f"For '{_OWNER}', column {column} of {accumulation.name_of_input(i)} seems to "
+                f"number the rows of the batch, but a micro batch has only some of them. Number "
+                f"them in the loss cell, or use GradCacheLoss(network, loss, labels=1), whose loss "
+                f"sees the whole batch."
             )
     found = ambiguous_inputs(inputs, accumulation.batch_axis, "indices" in error)
     if not found:
         return ""
     return (
-        f"For '{_OWNER}', an input may be split by mistake, because its shape does not show whether it is a batch: "
-        f"{_described(accumulation, found, inputs)}. Give None in batch_axis for an input that is not a batch."
+        f"For '{_OWNER}', an input may be split by mistake, because its shape does not show "
+        f"whether it is a batch: {_described(accumulation, found, inputs)}. Give None in "
+        f"batch_axis for an input that is not a batch."
     )
 
 
@@ -92,4 +94,6 @@ def _column_of_row_numbers(item: Any) -> int | None:
 
 
 def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, ...]) -> str:
-    return ", ".join(f"{accumulation.name_of_input(i)} of shape {tuple(inputs[i].shape)}" for i in places)
+    return ", ".join(
+        f"{accumulation.name_of_input(i)} of shape {tuple(inputs[i].shape)}" for i in places
+    )

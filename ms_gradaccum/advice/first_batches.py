@@ -20,7 +20,8 @@ class FirstBatches:
     """Warn of a network and of its first inputs, and later of hooks that come only then."""
 
     has_begun = False  # True once a batch was seen.
-    num_hooks = -1  # The largest number of hooks in the backward pass so far; -1 before the first batch.
+    # The largest number of hooks in the backward pass so far; -1 before the first batch.
+    num_hooks = -1
 
     def __init__(
         self,
@@ -49,17 +50,19 @@ class FirstBatches:
         warn_of_modes(self.owner, self.network, self.adds_batches)
         if is_eager and not self.reducer.grads_are_reduced:
             _LOGGER.warning(
-                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
-                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
+                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times "
+                "as fast: verify(network, batch, micro_size, compile=True) says whether it then "
+                "trains the same.",
                 self.owner,
             )
         micro_size = self.network.micro_size or 1
         rows = sum(each.rows for each in split.micro_batches)
         if rows < micro_size:
             warn(
-                f"For 'GradAccumulation', micro_size={micro_size} exceeds the {counted(rows, 'row')} of the batch, "
-                f"which is split into single rows. It is the number of micro batches, not of rows: for an update of "
-                f"several small batches give accumulation_steps."
+                f"For 'GradAccumulation', micro_size={micro_size} exceeds the "
+                f"{counted(rows, 'row')} of the batch, which is split into single rows. It is the "
+                f"number of micro batches, not of rows: for an update of several small batches "
+                f"give accumulation_steps."
             )
 
     def look_at_network(self) -> None:

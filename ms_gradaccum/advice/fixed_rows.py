@@ -12,7 +12,9 @@ from ms_gradaccum.backend.snapshot import kept
 _OWNER = "GradAccumulation"
 
 
-def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception) -> None:
+def explain_fixed_rows(
+    network: nn.Cell, inputs: tuple[Any, ...], size: int, error: Exception
+) -> None:
     """Let the error of a micro batch begin with the reason if the network takes the whole batch alone."""
     batch = Rows.of(inputs, network.batch_axis)
     loss = network.loss_of(batch.structure)
@@ -26,11 +28,13 @@ def explain_fixed_rows(network: nn.Cell, inputs: tuple[Any, ...], size: int, err
         return True
 
     if takes(batch) and not takes(batch.take(range(size))):
-        remedy = "Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+        remedy = (
+            "Let its shapes follow its inputs, or give smaller batches with accumulation_steps."
+        )
         if any(not tensor.shape for tensor in batch.tensors):
             remedy = "If they are the values of a single row, call dataset.batch(32), for example."
         text = (
-            f"For '{_OWNER}', the network takes only the {batch.size} rows of the batch, but got the {size} rows of "
-            f"a micro batch. {remedy}"
+            f"For '{_OWNER}', the network takes only the {batch.size} rows of the batch, but got "
+            f"the {size} rows of a micro batch. {remedy}"
         )
         error.args = (f"{network.with_owner(text)}\n{error}", *error.args[1:])

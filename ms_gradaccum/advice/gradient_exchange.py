@@ -57,7 +57,9 @@ def gradient_error(losses: LossOfRows, program: Program, first: Rows, second: Ro
         shift = 0
     if size:  # Single rows have no halves, and joining takes a graph.
         with suppress(Exception):  # Networks whose rows belong in groups may not take fewer rows.
-            error = _distance(own, program.gradient_of(losses, program.add, *_parts(both, size, shift)))
+            error = _distance(
+                own, program.gradient_of(losses, program.add, *_parts(both, size, shift))
+            )
             if not GRADIENT_TOLERANCE < error < math.inf:
                 return 0.0
     # Rows may belong in groups, which other parts break and joining does not.

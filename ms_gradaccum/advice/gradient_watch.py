@@ -42,12 +42,14 @@ class GradientWatch:
             if abs(norm - other_norm) <= _SAME * norm:
                 totals.append(other_total)
         self.seen.append((norm, total))
-        are_different = all(abs(a - b) > _OTHER * norm for a, b in itertools.combinations(totals, 2))
+        are_different = all(
+            abs(a - b) > _OTHER * norm for a, b in itertools.combinations(totals, 2)
+        )
         if len(totals) == 3 and are_different and not _are_signs(arrays):
             warn(
-                f"For '{self.owner}', the gradients of a batch must not be clipped, but got different ones of the "
-                f"same norm {norm:.3g}. Give the Accumulator clip=ClipByGlobalNorm({norm:.3g}) in place of your own "
-                f"clip: it clips their mean."
+                f"For '{self.owner}', the gradients of a batch must not be clipped, but got "
+                f"different ones of the same norm {norm:.3g}. Give the Accumulator "
+                f"clip=ClipByGlobalNorm({norm:.3g}) in place of your own clip: it clips their mean."
             )
 
 

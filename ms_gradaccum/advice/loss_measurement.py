@@ -26,7 +26,8 @@ from ms_gradaccum.backend.tolerances import TOLERANCES
 MIN_CERTAIN_ERROR = 1e-2
 MIN_CERTAIN_DIFFERENCE = 1e-6
 NUM_ORDERS = 10
-NUM_OTHERS = 2  # Passes with further random numbers, which seldom are the same as the first by chance.
+# Passes with further random numbers, which seldom are the same as the first by chance.
+NUM_OTHERS = 2
 # Differences that rounding to 16 bits explains, by the names in a network's code that may cast a part of its loss.
 _OF_CASTS = {"float16": 2.0**-10, "half": 2.0**-10, "bfloat16": 2.0**-7}
 # Measurements of a loss that draws random numbers, and the deviations of their mean that its error must exceed. A few
@@ -50,11 +51,15 @@ class Part(NamedTuple):
 
 
 def not_measured(
-    reason: str, remedy: str = "verify(network, batch, micro_size) compares a window with its batch."
+    reason: str,
+    remedy: str = "verify(network, batch, micro_size) compares a window with its batch.",
 ) -> str:
     """Return the sentence for a loss of which nothing is known."""
     ways_out = f"{remedy} {HIDE}".strip()
-    return f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. {ways_out}"
+    return (
+        f"For '{_OWNER}', the loss of micro batches could not be measured: {reason.rstrip('.')}. "
+        f"{ways_out}"
+    )
 
 
 class LossMeasurement:
@@ -107,9 +112,13 @@ class LossMeasurement:
         kind = self.state and self.state.used_iterator()
         if not kind:
             return ""
-        return not_measured(f"the network holds an iterator ({kind}), which more passes may use up", "")
+        return not_measured(
+            f"the network holds an iterator ({kind}), which more passes may use up", ""
+        )
 
-    def after_batch(self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int) -> str:
+    def after_batch(
+        self, parts: list[Rows], outputs: Sequence[Sequence[Tensor]], updates: int
+    ) -> str:
         """Measure a batch that is due. ``outputs`` are those of its micro steps."""
         text = self._iterator_used()
         if text:
@@ -172,8 +181,9 @@ class LossMeasurement:
         if shapes and counts_rows and not (self.has_told_shapes or self.network.weighted):
             self.has_told_shapes = True
             text = (
-                f"For '{_OWNER}', the batches of a window have different lengths ({shapes}), and each counts by "
-                f"its rows. A mean over tokens needs TokenMeanLoss, weighted=True or a weight of the batch. {HIDE}"
+                f"For '{_OWNER}', the batches of a window have different lengths ({shapes}), and "
+                f"each counts by its rows. A mean over tokens needs TokenMeanLoss, weighted=True "
+                f"or a weight of the batch. {HIDE}"
             )
             warn(self.network.with_owner(text))
 
@@ -184,7 +194,9 @@ class LossMeasurement:
         losses.programs.clear()
         whole = losses.alone(both)
         if losses.alone(both) != whole:
-            return self._by_chance(lambda: [error_of(*map(losses.of, (both, first, second)))], losses.rounding(whole))
+            return self._by_chance(
+                lambda: [error_of(*map(losses.of, (both, first, second)))], losses.rounding(whole)
+            )
         a, b_after_a = self._in_turn(first, second)
         b = losses.alone(second)
         rounding = losses.rounding(whole, a, b)
@@ -192,8 +204,9 @@ class LossMeasurement:
             if self._in_turn(first, second) == (a, b_after_a):
                 names = listed(losses.start.changed_names(), 3) or "an object"
                 return (
-                    f"For '{_OWNER}', the forward pass changes {names}, and the loss depends on it, so micro "
-                    f"batches see each other's state. Change it once per update, as in a callback's on_update_end()."
+                    f"For '{_OWNER}', the forward pass changes {names}, and the loss depends on "
+                    f"it, so micro batches see each other's state. Change it once per update, as "
+                    f"in a callback's on_update_end()."
                 )
         error = abs(error_of(whole, a, b))
         if error <= rounding:
@@ -209,7 +222,9 @@ class LossMeasurement:
                 return ""
             # Another order of the rows is rounding. Groups of rows stay together.
             orders = (second.joined(first), both.take(range(both.size)[::-1]))
-            effects = [relative(losses.alone(rows).value - whole.value, whole.value) for rows in orders]
+            effects = [
+                relative(losses.alone(rows).value - whole.value, whole.value) for rows in orders
+            ]
             if error <= NUM_ORDERS * max(map(abs, effects)):
                 return ""
         return self._of_losses(error)
@@ -230,7 +245,8 @@ class LossMeasurement:
             change = totals[2] - totals[3]
             error = totals[0] - totals[1] - change
             is_rounding = abs(error) <= NUM_ORDERS * rounding * np.abs(totals).max()
-            of_constant = totals[0] - totals[2] - totals[3]  # What all rows have alike is in no change.
+            # What all rows have alike is in no change.
+            of_constant = totals[0] - totals[2] - totals[3]
             return [0.0 if is_rounding else error / change, of_constant / totals[0]]
 
         return self._by_chance(draw, rounding)
@@ -245,7 +261,9 @@ class LossMeasurement:
                 draws.append(draw())
             errors = np.abs(np.mean(draws, 0))
             noise = np.std(draws, 0, ddof=1) / count**0.5
-            error = float(errors[errors > np.maximum(deviations * noise, rounding)].max(initial=0.0))
+            error = float(
+                errors[errors > np.maximum(deviations * noise, rounding)].max(initial=0.0)
+            )
             if not error:
                 return ""
         return self._of_losses(error)
@@ -253,8 +271,13 @@ class LossMeasurement:
     def _of_losses(self, error: float) -> str:
         what = "the loss of two micro batches together is not the mean of their losses"
         if self.network.weighted:
-            what = "the sums and weights of two micro batches do not add up to those of both together"
-        why = "a term is a sum, or the mean is over something else than rows (tokens, boxes, class weights)"
+            what = (
+                "the sums and weights of two micro batches do not add up to those of both together"
+            )
+        why = (
+            "a term is a sum, or the mean is over something else than rows (tokens, boxes, class "
+            "weights)"
+        )
         return self._sentence(what, error, why)
 
     def _sentence(self, what: str, error: float, why: str) -> str:
@@ -273,16 +296,25 @@ class LossMeasurement:
         # A compiled program that draws random numbers would go on with others.
         can_repeat = losses.is_exact or losses.is_eager
         is_precise = losses.tolerance <= TOLERANCES[ms.float32].loss
-        if self.windows == 1 or first is None or self.is_distributed or not (can_repeat and is_precise):
+        if (
+            self.windows == 1
+            or first is None
+            or self.is_distributed
+            or not (can_repeat and is_precise)
+        ):
             return ""
         with losses.passes():
-            if losses.start.code.has_hooks() or any(parameter.hooks() for parameter in self.parameters):
+            if losses.start.code.has_hooks() or any(
+                parameter.hooks() for parameter in self.parameters
+            ):
                 return ""
             error = gradient_error(losses, program, first, parts[-1])
         if not error:
             return ""
         what = "the gradient of two micro batches together is not the sum of their gradients"
-        return self._sentence(what, error, "also in the backward pass, or a term does not show in the loss")
+        return self._sentence(
+            what, error, "also in the backward pass, or a term does not show in the loss"
+        )
 
 
 def _apart(error: float) -> str:

@@ -46,7 +46,9 @@ class LossOfRows:
     # True once a loss was as expected from the very losses of the training: nothing random is in it.
     is_exact = False
 
-    def __init__(self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool) -> None:
+    def __init__(
+        self, network: nn.Cell, parameters: Sequence[Parameter], compiles: bool, half: bool
+    ) -> None:
         self.network = network
         self.compiles = compiles
         dtypes = {ms.float32, *[each.dtype for each in parameters]}
@@ -54,7 +56,8 @@ class LossOfRows:
             dtypes.add(ms.float16)
         self.tolerance = max(TOLERANCES[dtype].loss for dtype in dtypes if dtype in TOLERANCES)
         self.programs: dict[Hashable, Compiled] = {}  # By the structure of the inputs.
-        self.moved: set[int] = set()  # The tensors that forward passes have changed so far, by their identity.
+        # The tensors that forward passes have changed so far, by their identity.
+        self.moved: set[int] = set()
 
     @property
     def is_eager(self) -> bool:

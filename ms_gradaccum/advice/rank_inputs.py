@@ -31,7 +31,8 @@ def warn_of_inputs(owner: str, firsts: Sequence[FirstInput]) -> None:
     if what != "batch":
         hint = " Remove your DistributedGradReducer: the step reduces the gradients."
     warn(
-        f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, whose "
-        f"rows then count {len(same)} times.{hint} Give the dataset num_shards={len(firsts)} and shard_id=get_rank(), "
-        f"or let each rank read its own rows in another way."
+        f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the "
+        f"same {what}, whose rows then count {len(same)} times.{hint} Give the dataset "
+        f"num_shards={len(firsts)} and shard_id=get_rank(), or let each rank read its own rows in "
+        f"another way."
     )

@@ -35,7 +35,9 @@ class Rows(NamedTuple):
         return Rows(batch.structure, batch.tensors, batch.axes, rows, rows)
 
     @staticmethod
-    def parts(network: nn.Cell, inputs: Args, split: SplitBatch, weight: float | None = None) -> list["Rows"]:
+    def parts(
+        network: nn.Cell, inputs: Args, split: SplitBatch, weight: float | None = None
+    ) -> list["Rows"]:
         """Return the micro batches of a batch, or its only one with a weight of the caller.
 
         Where padding was cut off, they have as many rows as two can join with all of it.
@@ -43,9 +45,13 @@ class Rows(NamedTuple):
         whole = Rows.of(inputs, network.batch_axis)
         parts = []
         for rows, tensors in split.micro_batches:
-            parts.append(Rows(split.structure, tensors, whole.axes, rows, rows if weight is None else weight))
+            parts.append(
+                Rows(split.structure, tensors, whole.axes, rows, rows if weight is None else weight)
+            )
         for i, places in enumerate(split.places):
-            few = range(min(parts[i].size, network.token_limit.micro_tokens // (2 * split.longest) or 1))
+            few = range(
+                min(parts[i].size, network.token_limit.micro_tokens // (2 * split.longest) or 1)
+            )
             parts[i] = parts[i].take(few)._replace(padded=whole.take(places[: len(few)]))
         return parts
 
@@ -65,7 +71,13 @@ class Rows(NamedTuple):
             except ValueError:
                 raise RowsDiffer(f"{tuple(first.shape)} and {tuple(second.shape)}") from None
             tensors.append(_tensor(both, first.dtype))
-        return Rows(other.structure, tuple(tensors), ours.axes, self.size + other.size, self.weight + other.weight)
+        return Rows(
+            other.structure,
+            tuple(tensors),
+            ours.axes,
+            self.size + other.size,
+            self.weight + other.weight,
+        )
 
     def beside(self, other: "Rows") -> "Rows":
         """Return these rows with the other inputs of ``other``: the weight of a term may change in each batch.
@@ -84,7 +96,9 @@ class Rows(NamedTuple):
         """Return some of the rows."""
         tensors = []
         for each, axis in zip(self.tensors, self.axes):
-            tensors.append(each if axis is None else _tensor(as_array(each).take(places, axis), each.dtype))
+            tensors.append(
+                each if axis is None else _tensor(as_array(each).take(places, axis), each.dtype)
+            )
         weight = self.weight * len(places) / self.size
         padded = self.padded and self.padded.take(places)
         return Rows(self.structure, tuple(tensors), self.axes, len(places), weight, padded)

@@ -34,11 +34,13 @@ class SkippedWindows:
             return
         self.has_warned = True
         why = self._why_not_finite(float(weight.asnumpy()), scale)
-        remedy = "lower the loss scale or the learning rate" if is_scaled else "lower the learning rate"
+        remedy = (
+            "lower the loss scale or the learning rate" if is_scaled else "lower the learning rate"
+        )
         warn(
-            f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window makes "
-            f"no update, and later windows like it are skipped without a warning. Look for NaN in the data and the "
-            f"loss, or {remedy}."
+            f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: "
+            f"this window makes no update, and later windows like it are skipped without a "
+            f"warning. Look for NaN in the data and the loss, or {remedy}."
         )
 
     def note_high_norm(self, norm: Tensor, skip_above: object) -> None:
@@ -47,18 +49,19 @@ class SkippedWindows:
             return
         self.has_warned_of_norm = True
         warn(
-            f"For '{self.owner}', the norm {float(norm.asnumpy()):.3g} of a window is above skip_above={skip_above}: "
-            f"this window makes no update, and later windows like it are skipped without a warning. Their number is "
-            f"in `skipped_updates`."
+            f"For '{self.owner}', the norm {float(norm.asnumpy()):.3g} of a window is above "
+            f"skip_above={skip_above}: this window makes no update, and later windows like it are "
+            f"skipped without a warning. Their number is in `skipped_updates`."
         )
 
     def note_empty(self, weight: float, in_a_row: int) -> None:
         """Look at a window that makes no update because of its weight."""
         if in_a_row == _MANY_EMPTY:
             warn(
-                f"For '{self.owner}', the weight of a window must be positive, but got {weight:g} in the last of "
-                f"{_MANY_EMPTY} windows in a row without an update. Look for labels that are all ignored, or a "
-                f"network that returns another weight than its number of tokens."
+                f"For '{self.owner}', the weight of a window must be positive, but got {weight:g} "
+                f"in the last of {_MANY_EMPTY} windows in a row without an update. Look for labels "
+                f"that are all ignored, or a network that returns another weight than its number "
+                f"of tokens."
             )
 
     def _why_not_finite(self, weight: float, scale: float) -> str:
@@ -80,4 +83,6 @@ class SkippedWindows:
         if largest < _MAX_WITH_FINITE_SQUARES:
             return "an Inf or a NaN in another rank's shard"
         size = largest / weight / scale
-        return f"up to {size:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"
+        return (
+            f"up to {size:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"
+        )

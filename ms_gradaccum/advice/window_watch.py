@@ -23,7 +23,9 @@ class WindowWatch:
 
     is_on = True  # False after the first windows, or after a warning.
 
-    def __init__(self, owner: str, network: nn.Cell | None, optimizers: Sequence[nn.Cell], count: BatchCount) -> None:
+    def __init__(
+        self, owner: str, network: nn.Cell | None, optimizers: Sequence[nn.Cell], count: BatchCount
+    ) -> None:
         self.owner = owner
         # None if its parameters are shards that the forward pass makes whole.
         self.network = network
@@ -69,15 +71,16 @@ class WindowWatch:
         self.is_on = self.windows < WATCHED_WINDOWS and not (rate_moved or self.moved)
         if rate_moved:
             warn(
-                f"For '{self.owner}', the learning rate has changed inside a window, and the update uses only the "
-                f"last one. Move it once per update: accumulator.prepare(scheduler), or where updated is true."
+                f"For '{self.owner}', the learning rate has changed inside a window, and the "
+                f"update uses only the last one. Move it once per update: "
+                f"accumulator.prepare(scheduler), or where updated is true."
             )
         if self.moved:
             warn(
-                f"For '{self.owner}', the gradient of this window mixes two models: the loop or another step has "
-                f"changed {listed(self.moved, 3)} inside it. Change parameters only after an update; with several "
-                f"networks split whole batches, with GradAccumulation(network, micro_size), or take all gradients "
-                f"before the updates."
+                f"For '{self.owner}', the gradient of this window mixes two models: the loop or "
+                f"another step has changed {listed(self.moved, 3)} inside it. Change parameters "
+                f"only after an update; with several networks split whole batches, with "
+                f"GradAccumulation(network, micro_size), or take all gradients before the updates."
             )
 
 

@@ -8,7 +8,8 @@ from ms_gradaccum.backend.tensors import map_tensors
 
 Tensors = tuple[Tensor, ...]
 
-ONE = Tensor(1.0, ms.float32)  # The neutral factor. In a graph, the compiler removes the multiplication.
+# The neutral factor. In a graph, the compiler removes the multiplication.
+ONE = Tensor(1.0, ms.float32)
 
 
 def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:

@@ -78,7 +78,8 @@ class Compiled:
         self.fixed: set[Shapes] = set()  # The shapes with a graph of their own.
         # The shapes of all calls so far, with -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
-        self.general_cell: nn.Cell | None = None  # The cell with the graph for dynamic shapes, once needed.
+        # The cell with the graph for dynamic shapes, once needed.
+        self.general_cell: nn.Cell | None = None
         # MindSpore's names of the graphs, by the cell's phase (training or not) and the shapes. All graphs are dropped
         # when one fails.
         self.graphs: dict[tuple[str, Shapes], str] = {}
@@ -134,14 +135,17 @@ class Compiled:
         if shapes in self.fixed:
             return self.cell, self._compile(self.cell, tensors, shapes)
         general = _joined(self.general, shapes) if self.general else _opened(shapes, self.open_axes)
-        is_due = (len(self.fixed) >= self.most_fixed or self.open_axes is not None) and not self.needs_fixed
+        is_due = (
+            len(self.fixed) >= self.most_fixed or self.open_axes is not None
+        ) and not self.needs_fixed
         if self.general_cell is None or general != self.general:
             self.general_cell = self._general_cell_for(tensors, general) if is_due else None
         if self.general_cell is not None:
             self.general = general
             return self.general_cell, self._compile(self.general_cell, tensors, general)
         name = self._compile(self.cell, tensors, shapes)
-        self.needs_fixed = self.needs_fixed or is_due  # These shapes compile, so it was the dynamic shape that failed.
+        # These shapes compile, so it was the dynamic shape that failed.
+        self.needs_fixed = self.needs_fixed or is_due
         self.fixed.add(shapes)
         self.general = general
         return self.cell, name
@@ -254,7 +258,8 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     late = []
     for cell in cells:
         is_lazy = getattr(cell, "cell_init_args", "").startswith("lazy_inline_")
-        if is_lazy and not keeps_calls() and not hasattr(cell, "no_inline"):  # A policy has already set it.
+        if is_lazy and not keeps_calls() and not hasattr(cell, "no_inline"):
+            # A policy has already set it.
             cell.no_inline = False
             late.append(cell)
     try:
@@ -307,6 +312,6 @@ def check_compile(owner: str, value: object) -> bool:
         return value is True
     kind = ValueError if value is False else TypeError
     raise kind(
-        f"For '{owner}', the argument 'compile' must be True or None, but got {typed(value)}. None follows MindSpore's "
-        f"mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
+        f"For '{owner}', the argument 'compile' must be True or None, but got {typed(value)}. None "
+        f"follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
     )

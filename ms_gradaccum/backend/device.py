@@ -27,7 +27,14 @@ REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program start
 # oneDNN 2, in earlier versions of MindSpore, is not affected.
 _LIBRARY = Path(ms.__file__).parent / "lib" / "libdnnl.so.3"
 _AVX512 = 0x20  # The bit of dnnl_cpu_isa_avx512_core, which higher instruction sets include.
-_CELLS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Conv1dTranspose, nn.Conv2dTranspose, nn.Conv3dTranspose)
+_CELLS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Conv1dTranspose,
+    nn.Conv2dTranspose,
+    nn.Conv3dTranspose,
+)
 
 
 def this_device() -> str:
@@ -42,7 +49,9 @@ def device_target() -> str:
 
 def is_out_of_memory(kind: str, text: str) -> bool:
     """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
-    return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
+    return "MemoryError" in kind or (
+        kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None
+    )
 
 
 def is_host(device: str | None = None) -> bool:
@@ -118,7 +127,11 @@ def spread(number: Tensor, like: Parameter) -> Tensor:
     """Return a tensor with the shape of ``like``, filled with ``number``."""
     # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
     # ops.broadcast_to would take much longer to compile.
-    return ops.FillV2()(like.shape, number) if _is_host_in_graph() else ops.BroadcastTo(like.shape)(number)
+    return (
+        ops.FillV2()(like.shape, number)
+        if _is_host_in_graph()
+        else ops.BroadcastTo(like.shape)(number)
+    )
 
 
 def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
@@ -126,7 +139,10 @@ def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
     if VARIABLE in os.environ or not is_host():
         return
     if are_slow() and has_convolutions(network):
-        warn(f"For '{owner}', MindSpore's convolutions are 10 to 40 times slower than possible on this CPU. {REMEDY}")
+        warn(
+            f"For '{owner}', MindSpore's convolutions are 10 to 40 times slower than possible on "
+            f"this CPU. {REMEDY}"
+        )
 
 
 def has_convolutions(network: nn.Cell) -> bool:

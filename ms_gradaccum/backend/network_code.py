@@ -15,13 +15,25 @@ from ms_gradaccum._checks import is_a
 
 _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 # Modules of containers, methods, partial functions, caches, namespaces and queues, whose contents may be the user's.
-_HOLDERS = {"builtins", "functools", "collections", "types", "argparse", "queue", "weakref", "_thread"}
+_HOLDERS = {
+    "builtins",
+    "functools",
+    "collections",
+    "types",
+    "argparse",
+    "queue",
+    "weakref",
+    "_thread",
+}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
 _COLLECTIVES = re.compile(
-    "all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$", re.I
+    "all_?(reduce|gather|to_?all)|reduce_?scatter|broadcast$|neighbor_?exchange|^(i?send|i?recv|receive)$",
+    re.I,
 )
-_REDUCTIONS = frozenset("AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split())
+_REDUCTIONS = frozenset(
+    "AllReduce ReduceScatter all_reduce reduce_scatter reduce_scatter_tensor".split()
+)
 # The Python instructions that use a name or load a constant: a string constant may be for `getattr`.
 _NAMING = {*dis.hasname, *dis.hasconst}
 # The number of visited items of a container. Vocabularies have more, containers of code have fewer.
@@ -58,7 +70,10 @@ class NetworkCode:
         if is_a(value, type):
             if not is_user(value):
                 return ()
-            return [*value.__bases__, *(each for name, each in vars(value).items() if name != "__init__")]
+            return [
+                *value.__bases__,
+                *(each for name, each in vars(value).items() if name != "__init__"),
+            ]
         kind = type(value)
         is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
         if not is_open or is_a(value, ModuleType):
@@ -92,7 +107,11 @@ class NetworkCode:
     def reductions(self) -> list[str]:
         """Return the names of operators and functions that reduce over processes."""
         # MindSpore's fault tolerance adds up a flag of its own.
-        names = {each.name for each in self.of_kind(ops.Primitive) if "tft_report_before" not in each.attrs}
+        names = {
+            each.name
+            for each in self.of_kind(ops.Primitive)
+            if "tft_report_before" not in each.attrs
+        }
         return sorted((names | self.names) & _REDUCTIONS)
 
     def communicates(self) -> bool:
@@ -119,7 +138,8 @@ class JitParts:
     def __init__(self, cells: Sequence[nn.Cell], parameters: Iterable[Tensor]) -> None:
         self.cells = cells
         self.parameters = list(parameters)
-        self.places: list[int] = []  # The memory addresses of the parameters for which the parts were compiled.
+        # The memory addresses of the parameters for which the parts were compiled.
+        self.places: list[int] = []
         self.version = ""
 
     def follow(self) -> None:
@@ -148,5 +168,7 @@ def _has_own_backward(value: object) -> bool:
 
 def is_user(value: object) -> bool:
     """Return whether a class, a function or a module is user code and not from a library."""
-    name = vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
+    name = (
+        vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
+    )
     return str(name).split(".")[0] not in _LIBRARIES

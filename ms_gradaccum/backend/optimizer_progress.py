@@ -15,7 +15,8 @@ class Progress(NamedTuple):
     """A record of what an update moves, before it."""
 
     counted: int  # The updates that the optimizer has counted; 0 for one without a count.
-    elements: list[Array]  # A few elements of each weight and state; none where the count is enough.
+    # A few elements of each weight and state; none where the count is enough.
+    elements: list[Array]
 
 
 class OptimizerProgress(nn.Cell):
@@ -34,7 +35,11 @@ class OptimizerProgress(nn.Cell):
     def snapshot(self) -> Progress:
         """Return what an update would move. Called by the host."""
         counted = int(self.count)
-        elements = [] if counted else [few_elements(each).copy() for each in all_parameters(self.optimizer)]
+        elements = (
+            []
+            if counted
+            else [few_elements(each).copy() for each in all_parameters(self.optimizer)]
+        )
         return Progress(counted, elements)
 
     def has_updated(self, before: Progress, norm: Tensor, rate: Tensor) -> bool:

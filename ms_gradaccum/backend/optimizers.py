@@ -23,7 +23,9 @@ _OWN_REMEDY = "Build it from network.trainable_params()."
 OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
-_windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = weakref.WeakKeyDictionary()
+_windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
@@ -39,30 +41,31 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         elif isinstance(optimizer, nn.Cell):
             remedy = LOSS_INSIDE
         raise TypeError(
-            f"For '{owner}', the argument 'optimizer' must be an optimizer of mindspore.nn, mindspore.mint or "
-            f"mindspore.experimental, but got {got}. {remedy}"
+            f"For '{owner}', the argument 'optimizer' must be an optimizer of mindspore.nn, "
+            f"mindspore.mint or mindspore.experimental, but got {got}. {remedy}"
         )
     if getattr(optimizer, "thor", False):
         raise ValueError(
-            f"For '{owner}', the argument 'optimizer' must be an optimizer that needs only gradients, but got thor, "
-            f"which needs statistics of the last forward pass. Choose another optimizer: the statistics of a micro "
-            f"batch are not those of the batch."
+            f"For '{owner}', the argument 'optimizer' must be an optimizer that needs only "
+            f"gradients, but got thor, which needs statistics of the last forward pass. Choose "
+            f"another optimizer: the statistics of a micro batch are not those of the batch."
         )
     known = {id(parameter) for parameter in network.get_parameters()}
     unknown = []
     for parameter in optimizer.parameters:
         if parameter.dtype in mstype.complex_type:
             raise ValueError(
-                f"For '{owner}', the argument 'optimizer' must be an optimizer of real parameters, but got "
-                f"{parameter.name!r} of {parameter.dtype}. Use two real parameters, and compute the complex number in "
-                f"the network."
+                f"For '{owner}', the argument 'optimizer' must be an optimizer of real parameters, "
+                f"but got {parameter.name!r} of {parameter.dtype}. Use two real parameters, and "
+                f"compute the complex number in the network."
             )
         if id(parameter) not in known:
             unknown.append(parameter.name)
     if unknown:
         raise ValueError(
-            f"For '{owner}', the argument 'optimizer' must be an optimizer of the network's parameters, but got "
-            f"{counted(len(unknown), 'other parameter')}, first {unknown[0]!r}. {_OWN_REMEDY}"
+            f"For '{owner}', the argument 'optimizer' must be an optimizer of the network's "
+            f"parameters, but got {counted(len(unknown), 'other parameter')}, first "
+            f"{unknown[0]!r}. {_OWN_REMEDY}"
         )
     _name_apart(optimizer, network)
 
@@ -71,7 +74,11 @@ def _name_apart(optimizer: nn.Cell, network: nn.Cell) -> None:
     """Rename the state of an optimizer if a name is there twice, which no graph could tell apart."""
     # An optimizer inside another one may have a state of the same names.
     known = {id(parameter) for parameter in network.get_parameters()}
-    state = {id(item): (path, item) for path, item in reversed([*_named(optimizer)]) if id(item) not in known}
+    state = {
+        id(item): (path, item)
+        for path, item in reversed([*_named(optimizer)])
+        if id(item) not in known
+    }
     names = [item.name for item in network.get_parameters()]
     names += [item.name for _, item in state.values()]
     if len(set(names)) < len(names):
@@ -118,7 +125,9 @@ def _hooks_of(optimizer: nn.Cell) -> list[object]:
 
 def needs_call(optimizer: nn.Cell) -> bool:
     """Return whether an optimizer has the user's hooks or `__call__`; if so, direct calls are not detected."""
-    if type(optimizer).__call__ is nn.Cell.__call__ and all(hook is _look_at_call for hook in _hooks_of(optimizer)):
+    if type(optimizer).__call__ is nn.Cell.__call__ and all(
+        hook is _look_at_call for hook in _hooks_of(optimizer)
+    ):
         return False
     optimizer.claim_number = 0
     return True
@@ -140,8 +149,8 @@ def _warn_of_call(number: int) -> None:
     if window is not None:
         optimizer.claim_number = 0  # Warn only once.
         warn(
-            f"For '{window.owner}', optimizer(...) was also called directly: an extra update outside the window. "
-            f"Remove that call, or delete the step if you continue without it."
+            f"For '{window.owner}', optimizer(...) was also called directly: an extra update "
+            f"outside the window. Remove that call, or delete the step if you continue without it."
         )
 
 
@@ -154,8 +163,8 @@ def check_claims(windows: Sequence[OptimizerOwner]) -> None:
         for optimizer in window.optimizers:
             if _windows[optimizer]() not in (None, window):
                 raise RuntimeError(
-                    f"For '{window.owner}', the optimizer of this step now belongs to a step that was built later. "
-                    f"Use that step, or build this one again."
+                    f"For '{window.owner}', the optimizer of this step now belongs to a step that "
+                    f"was built later. Use that step, or build this one again."
                 )
     claim_optimizers(windows)
 
@@ -177,10 +186,16 @@ def _named(optimizer: nn.Cell) -> Iterator[tuple[str, Parameter]]:
     seen: dict[int, object] = {}
     for prefix, cell in optimizer.cells_and_names():
         groups = cell.param_groups if isinstance(cell, ExperimentalOptimizer) else ()
-        held = {name: value for name, value in vars(cell).items() if name != "init_params" and value is not groups}
+        held = {
+            name: value
+            for name, value in vars(cell).items()
+            if name != "init_params" and value is not groups
+        }
         # The optimizer may have replaced the learning rate that a group still holds.
         for i, group in enumerate(groups):
-            held |= {f"param_groups.{i}.{name}": value for name, value in group.items() if name != "lr"}
+            held |= {
+                f"param_groups.{i}.{name}": value for name, value in group.items() if name != "lr"
+            }
         yield from _held(prefix, held, seen)
 
 
@@ -207,13 +222,18 @@ def jit_parts_of(optimizer: nn.Cell) -> JitParts:
 def may_have_branches(optimizer: nn.Cell) -> bool:
     """Return whether the update may branch on values; optimizers of mindspore.nn never do."""
     parts = {optimizer, inner_optimizer(optimizer)}
-    return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
+    return any(
+        not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD)
+        for part in parts
+    )
 
 
 def compiles_itself(optimizer: nn.Cell) -> bool:
     """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``."""
     construct = type(optimizer).construct
-    return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
+    return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(
+        LIBRARIES
+    )
 
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
@@ -302,7 +322,12 @@ class LearningRate(nn.Cell):
     def construct(self) -> Tensor:
         rates: Any = ()
         if self.groups is not None:
-            rates = tuple([_rate_in(self.optimizer.param_groups[i], self.optimizer.lrs[i]) for i in self.groups])
+            rates = tuple(
+                [
+                    _rate_in(self.optimizer.param_groups[i], self.optimizer.lrs[i])
+                    for i in self.groups
+                ]
+            )
         elif self.has_state:
             rates = Tensor(math.nan, ms.float32)
         elif not self.optimizer.dynamic_lr:
@@ -360,8 +385,12 @@ def settable_rates(optimizers: Sequence[nn.Cell]) -> list[float]:
 def listed_rates(optimizer: nn.Cell) -> int:
     """Return the number of learning rates in the optimizer's list, one for each update; 0 without a list."""
     # MindSpore keeps a list as a schedule whose only attribute of this name is the vector of the rates.
-    held = [getattr(each, "learning_rate", None) for each in _schedules_of(inner_optimizer(optimizer))]
-    return max([each.size for each in held if isinstance(each, Parameter) and each.ndim == 1], default=0)
+    held = [
+        getattr(each, "learning_rate", None) for each in _schedules_of(inner_optimizer(optimizer))
+    ]
+    return max(
+        [each.size for each in held if isinstance(each, Parameter) and each.ndim == 1], default=0
+    )
 
 
 def _schedules_of(optimizer: nn.Cell) -> list[nn.Cell]:

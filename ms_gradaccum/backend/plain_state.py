@@ -21,7 +21,9 @@ class PlainState:
         self.item = item
 
     def state_dict(self) -> State:
-        return {name: _as_json(value) for name, value in vars(self.item).items() if _is_state(value)}
+        return {
+            name: _as_json(value) for name, value in vars(self.item).items() if _is_state(value)
+        }
 
     def load_state_dict(self, saved: object) -> None:
         """Set the attributes. Raise, without any change, if they do not match."""
@@ -37,7 +39,10 @@ def take_settings(group: Mapping[str, Any]) -> State:
 def check_settings(group: Mapping[str, Any], saved: Any) -> None:
     """Raise unless `take_settings` may have returned ``saved``. A rate that was a number replaces a parameter."""
     own = take_settings(group)
-    _check(isinstance(saved, dict) and saved.keys() - {"lr"} == own.keys() - {"lr"}, "a group of an optimizer")
+    _check(
+        isinstance(saved, dict) and saved.keys() - {"lr"} == own.keys() - {"lr"},
+        "a group of an optimizer",
+    )
     for name, value in saved.items():
         is_number = isinstance(group[name], Parameter) and isinstance(value, float)
         _check(is_number or (_is_plain(value) and _kind(value) == _kind(group[name])), name)
@@ -57,7 +62,8 @@ def _consists_of(kinds: tuple[type, ...], value: object) -> bool:
 
 
 _is_plain = partial(_consists_of, _PLAIN)
-_is_state = partial(_consists_of, (*_PLAIN, Parameter, LRScheduler))  # A tensor that is no parameter is a constant.
+# A tensor that is no parameter is a constant.
+_is_state = partial(_consists_of, (*_PLAIN, Parameter, LRScheduler))
 
 
 def _as_json(value: object) -> Any:
@@ -71,7 +77,9 @@ def _as_json(value: object) -> Any:
 def _load(item: object, saved: object, what: str) -> None:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
-        raise DamagedState(f"{what} does not have the attributes {', '.join(own)} of a {type(item).__name__}")
+        raise DamagedState(
+            f"{what} does not have the attributes {', '.join(own)} of a {type(item).__name__}"
+        )
     for name in own:
         _load_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name))
 
@@ -118,7 +126,8 @@ def _like(current: Any, new: Any) -> Any:
 def _kind(value: object) -> type:
     if isinstance(value, (list, tuple)):
         return list
-    return float if type(value) is int else type(value)  # A number may change between int and float.
+    # A number may change between int and float.
+    return float if type(value) is int else type(value)
 
 
 def _check(good: bool, what: str) -> None:

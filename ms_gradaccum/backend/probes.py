@@ -19,7 +19,8 @@ def multiply(dtype: ms.Type) -> None:
 def clamps_overflow() -> bool:
     """Return whether an overflow gives the largest finite number, as in Ascend's saturation mode, instead of an Inf."""
     if not can_saturate():
-        return False  # The compiler for GPUs runs on machines without one, where an operator would crash the process.
+        # The compiler for GPUs runs on machines without one, where an operator would crash the process.
+        return False
     with op_by_op():
         largest = Tensor(np.float16(65504.0))
         return bool(np.isfinite((largest + largest).asnumpy()))

@@ -34,7 +34,9 @@ class SnapshotTensors:
     With ``moved`` these are the small ones and those with these identities, since copies of all would be large.
     """
 
-    def __init__(self, tensors: Iterable[Tensor | Array], moved: AbstractSet[int] | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor | Array], moved: AbstractSet[int] | None = None
+    ) -> None:
         self.tensors: list[Any] = list(tensors)
         self.marks = list(map(_fingerprint, self.tensors))
         self.values: dict[int, Array] = {}  # The copies, by the index of their tensor.
@@ -113,9 +115,13 @@ class Snapshot:
         tensors = {id(each): each for each in [*parameters, *self.code.of_kind(Tensor)]}
         self.tensors = SnapshotTensors([*tensors.values(), *filter(is_large_array, reached)], moved)
         # What holds values, and what it holds. The attributes of cells and of the user's objects are dicts.
-        self.contents = [(holder, content) for holder in reached if (content := content_of(holder)) is not None]
+        self.contents = [
+            (holder, content) for holder in reached if (content := content_of(holder)) is not None
+        ]
         # The variables of modules that functions assign.
-        self.globals = [(names, name, names[name]) for names, name in self.code.assigned if name in names]
+        self.globals = [
+            (names, name, names[name]) for names, name in self.code.assigned if name in names
+        ]
         self.random = RandomNumbers(self.code.of_kind(GENERATORS))
 
     def used_iterator(self) -> str:
@@ -131,7 +137,11 @@ class Snapshot:
         known = {id(holder): content for holder, content in self.contents}
         for cell in self.cells:
             for name, value in vars(cell).items():
-                if is_user(type(cell)) and name not in _OF_CELLS and known[id(vars(cell))].get(name) is not value:
+                if (
+                    is_user(type(cell))
+                    and name not in _OF_CELLS
+                    and known[id(vars(cell))].get(name) is not value
+                ):
                     names.append(f"'{type(cell).__name__}.{name}'")
         return names
 
@@ -149,7 +159,11 @@ class Snapshot:
 
 def _is_used_up(value: object) -> bool:
     """Return whether a value is an iterator with a state of its own: not attributes, nor other iterators."""
-    if not is_a(value, Iterator) or is_user(type(value)) or is_a(value, (zip, map, filter, enumerate)):
+    if (
+        not is_a(value, Iterator)
+        or is_user(type(value))
+        or is_a(value, (zip, map, filter, enumerate))
+    ):
         return False
     return not is_a(value, io.IOBase) or (not value.closed and value.readable())
 
@@ -171,4 +185,6 @@ def kept(network: nn.Cell, moved: AbstractSet[int] = frozenset()) -> Iterator[Sn
     finally:
         lost = state.put_back()
         if lost:
-            raise RuntimeError(f"a pass out of training has changed {', '.join(lost)}, which stays changed")
+            raise RuntimeError(
+                f"a pass out of training has changed {', '.join(lost)}, which stays changed"
+            )

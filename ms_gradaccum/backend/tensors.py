@@ -67,7 +67,9 @@ def pick(items: tuple[Tensor, ...], indices: tuple[int, ...]) -> tuple[Tensor, .
     return map_tensors(ops.partial(_pick, items), indices) if len(indices) > 0 else ()
 
 
-def fill_buckets(indices: Iterable[int], sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+def fill_buckets(
+    indices: Iterable[int], sizes: Sequence[int], limit: int
+) -> tuple[tuple[int, ...], ...]:
     """Group ``indices`` into buckets of at most ``limit`` elements, with at least one index each."""
     buckets: list[list[int]] = []
     filled = limit + 1

@@ -10,7 +10,8 @@ class Tolerance(NamedTuple):
 
     rounding: float  # Of one number that is rounded once.
     loss: float  # Between the loss of some rows and the mean of the losses of their parts.
-    tensors: float  # Between gradients, or outputs of a network, that were computed twice, in another order.
+    # Between gradients, or outputs of a network, that were computed twice, in another order.
+    tensors: float
 
 
 TOLERANCES = {

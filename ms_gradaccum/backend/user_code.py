@@ -16,7 +16,8 @@ _WIDE = re.compile(r"(int|float)64", re.IGNORECASE)
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # The class names that errors of this package during compilation begin with.
 _OWNERS = (
-    "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision clip"
+    "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator "
+    "MixedPrecision clip"
 )
 _SENTENCES = tuple(f"For '{name}'" for name in _OWNERS.split())
 
@@ -38,8 +39,9 @@ class UserCode:
         names += [cell.cls_name for cell in self.cells if any(registered_hooks(cell))]
         if names:
             raise ValueError(
-                f"For '{self.owner}', the argument 'compile' must be None for a network with hooks, but got True and a "
-                f"hook of {names[0]}, which a graph would not call. Remove the hook, or leave compile out."
+                f"For '{self.owner}', the argument 'compile' must be None for a network with "
+                f"hooks, but got True and a hook of {names[0]}, which a graph would not call. "
+                f"Remove the hook, or leave compile out."
             )
 
     def raise_compile_error(self, error: Exception) -> NoReturn:
@@ -57,18 +59,28 @@ class UserCode:
             remedy = "Rename it to 'self', the only name that the compiler accepts."
         else:
             got = self._place_of(str(error)) + first
-            remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
+            remedy = (
+                "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without "
+                "compile=True."
+            )
             wide = _WIDE.search(first)
             if wide is not None:
-                remedy = f"Cast inputs in the dataset, for example with astype(np.{wide[1].lower()}32)."
+                remedy = (
+                    f"Cast inputs in the dataset, for example with astype(np.{wide[1].lower()}32)."
+                )
         kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
         raise kind(
-            f"For '{self.owner}', MindSpore cannot compile {self.what}: {got} No parameter was changed. {remedy}"
+            f"For '{self.owner}', MindSpore cannot compile {self.what}: {got} No parameter was "
+            f"changed. {remedy}"
         ) from error
 
     def _place_of(self, text: str) -> str:
         # The compiler lists the calls from the outermost to the innermost one.
-        places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
+        places = [
+            f"{file}:{line}"
+            for file, line in _PLACE.findall(text)
+            if not file.startswith(LIBRARIES)
+        ]
         if places:
             return f"at {places[-1]}: "
         if self.cell is None:

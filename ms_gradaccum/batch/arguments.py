@@ -12,7 +12,12 @@ from ms_gradaccum._checks import typed
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 # A batch as one object: the only input, a sequence of all inputs, or inputs by name.
-Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
+Batch = (
+    Tensor
+    | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    | Sequence[object]
+    | Mapping[str, object]
+)
 
 
 def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
@@ -24,8 +29,8 @@ def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
     if isinstance(batch, (Tensor, np.ndarray)):
         return (batch,), {}
     raise TypeError(
-        f"For '{owner}', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got {typed(batch)}. "
-        f"Give the inputs of network in a tuple, or by name in a dict."
+        f"For '{owner}', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got "
+        f"{typed(batch)}. Give the inputs of network in a tuple, or by name in a dict."
     )
 
 
@@ -37,7 +42,10 @@ def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) 
         if argument.name not in kwargs and argument.kind == argument.POSITIONAL_OR_KEYWORD:
             free.append(argument.name)
     if given > len(signature.parameters):
-        return "If its loss is missing, give nn.WithLossCell(network, loss_fn), or Model(network, loss_fn, optimizer)."
+        return (
+            "If its loss is missing, give nn.WithLossCell(network, loss_fn), or Model(network, "
+            "loss_fn, optimizer)."
+        )
     if not wrong:
         return "Give them as the network takes them."
     if len(wrong) > len(free):

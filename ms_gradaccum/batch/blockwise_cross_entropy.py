@@ -69,7 +69,9 @@ class BlockwiseCrossEntropy(nn.Cell):
         parts: Tensors = ()
         for number, words, tokens in blocks:
             place = label_in_block(column(labels, tokens), number, block_words)[1]
-            part = self.numbers_of(rows(hidden, tokens), rows(weight, words), self.bias_of(words, bias), place)
+            part = self.numbers_of(
+                rows(hidden, tokens), rows(weight, words), self.bias_of(words, bias), place
+            )
             parts += (part,)
             # The blocks run one after the other, so that their logits do not exist at the same time.
             hidden = ops.depend(hidden, part)
@@ -83,9 +85,13 @@ class BlockwiseCrossEntropy(nn.Cell):
         total = sums.sum(0, keepdims=True)
         log_of_total = ops.log(total)
         log_sum_exp = peak + log_of_total
-        losses = peak - ops.gather_d(numbers[2], 0, labels.reshape(1, -1) // block_words) + log_of_total
+        losses = (
+            peak - ops.gather_d(numbers[2], 0, labels.reshape(1, -1) // block_words) + log_of_total
+        )
         if self.label_smoothing > 0:
-            of_all_classes = log_sum_exp - numbers[3].sum(0, keepdims=True) / self.classes(hidden, weight)
+            of_all_classes = log_sum_exp - numbers[3].sum(0, keepdims=True) / self.classes(
+                hidden, weight
+            )
             losses = losses * (1 - self.label_smoothing) + of_all_classes * self.label_smoothing
         if self.z_loss > 0:
             losses = losses + ops.square(log_sum_exp) * self.z_loss
@@ -96,8 +102,14 @@ class BlockwiseCrossEntropy(nn.Cell):
         logits = self.logits(part, as_dtype(head, part.dtype), bias)
         # CPU's LogSoftmax would be off by 3e-6, which is much of a small loss.
         place_of_peak, peak = _argmax(logits)
-        share_of_peak = ops.gather_d(_softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(1, -1)
-        numbers: Tensors = (peak.reshape(1, -1), share_of_peak, ops.gather_d(logits, 1, place).reshape(1, -1))
+        share_of_peak = ops.gather_d(_softmax(logits), 1, place_of_peak.reshape(-1, 1)).reshape(
+            1, -1
+        )
+        numbers: Tensors = (
+            peak.reshape(1, -1),
+            share_of_peak,
+            ops.gather_d(logits, 1, place).reshape(1, -1),
+        )
         if self.label_smoothing > 0:
             numbers += (logits.sum(1).reshape(1, -1),)
         # Not in a list comprehension, of which the compiler would keep 3 MB for each block.
@@ -154,7 +166,13 @@ class BlockwiseCrossEntropy(nn.Cell):
         if hidden.dtype != ms.float32:
             hidden_grad = ops.cast(hidden_grad, hidden.dtype)
         bias_grad = ops.cast(bias_grad, bias.dtype)
-        return hidden_grad, weight_grad, bias_grad, ops.zeros_like(labels), ops.zeros_like(token_weights)
+        return (
+            hidden_grad,
+            weight_grad,
+            bias_grad,
+            ops.zeros_like(labels),
+            ops.zeros_like(token_weights),
+        )
 
     def grads_of(
         self,
@@ -180,7 +198,9 @@ class BlockwiseCrossEntropy(nn.Cell):
             grad = as_dtype(_product(grad, head), ms.float32)
         return grad, of_weight, of_bias
 
-    def grad_of_logits(self, logits: Tensor, place: Tensor, of_label: Tensor, of_all: Tensor, factor: Tensor) -> Tensor:
+    def grad_of_logits(
+        self, logits: Tensor, place: Tensor, of_label: Tensor, of_all: Tensor, factor: Tensor
+    ) -> Tensor:
         """Return the gradient of the products with the head. All arguments but the logits are columns."""
         spread = ops.BroadcastTo((-1, logits.shape[1]))
         # A graph would spread the columns of all blocks at its begin.
@@ -248,7 +268,9 @@ def label_in_block(labels: Tensor, number: int, block_words: int) -> tuple[Tenso
 
 
 @primexpr
-def blocks_of(tokens: int, classes: int, has_head: bool, block_tokens: int | None) -> tuple[tuple[Block, ...], int]:
+def blocks_of(
+    tokens: int, classes: int, has_head: bool, block_tokens: int | None
+) -> tuple[tuple[Block, ...], int]:
     """Return the blocks of a table of logits, and the number of words of each but the last."""
     whole: Rows = (0, None)
     limit = max(_LOGITS_OF_BLOCK, tokens * classes // _MOST_BLOCKS)

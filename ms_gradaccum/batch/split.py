@@ -26,7 +26,9 @@ _PAD = "Pad a list that has an item for each row to one tensor. "
 TENSORS = (Tensor, np.ndarray)
 cuts_on_host = functools.cache(is_host)  # It is asked for each tensor of each batch.
 _AXIS_RULE = "an int, None or one of these per input"
-_AXIS_REMEDY = "Give {} one axis for all inputs, or one entry per input, None for one that is not split."
+_AXIS_REMEDY = (
+    "Give {} one axis for all inputs, or one entry per input, None for one that is not split."
+)
 
 
 class MicroBatch(NamedTuple):
@@ -77,7 +79,9 @@ class Flattened:
         self.others.append(item)
         if isinstance(value, dict):
             axes = _named_axes(item.axis, value)
-            items = [Item(f"{item.place}[{key!r}]", value[key], axes[key], item.in_list) for key in value]
+            items = [
+                Item(f"{item.place}[{key!r}]", value[key], axes[key], item.in_list) for key in value
+            ]
             return DictOf(tuple(value), tuple(map(self._add, items)))
         return PythonValue(value)
 
@@ -96,20 +100,24 @@ class Flattened:
         self.others.append(item)
         axes = spread_axes(item.axis, item.value)
         in_list = item.in_list or isinstance(item.value, list)
-        items = [Item(f"{item.place}[{i}]", each, axes[i], in_list) for i, each in enumerate(item.value)]
+        items = [
+            Item(f"{item.place}[{i}]", each, axes[i], in_list) for i, each in enumerate(item.value)
+        ]
         return SequenceOf(type(item.value), tuple(map(self._add, items)))
 
 
 def _refuse(value: object, place: str) -> None:
     if isinstance(value, (CSRTensor, COOTensor)):
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Convert "
-            f"it with to_dense(), and give batch_axis None for it if it is not split; or give its parts one by one."
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} "
+            f"in {place}. Convert it with to_dense(), and give batch_axis None for it if it is not "
+            f"split; or give its parts one by one."
         )
     if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
         raise TypeError(
-            f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
-            f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
+            f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, "
+            f"but got {type(value).__name__}, a NamedTuple, which loses its gradient there. Give a "
+            f"tuple or a dict."
         )
 
 
@@ -118,8 +126,8 @@ def _as_tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tens
         return Tensor(array)
     except TypeError:
         raise TypeError(
-            f"For '{_OWNER}', the inputs must be tensors or numeric arrays, but got an array of {array.dtype}. "
-            f"Convert it, for example with astype(np.float32)."
+            f"For '{_OWNER}', the inputs must be tensors or numeric arrays, but got an array of "
+            f"{array.dtype}. Convert it, for example with astype(np.float32)."
         ) from None
 
 
@@ -155,13 +163,18 @@ def flattened(inputs: tuple[object, ...], batch_axis: BatchAxis) -> tuple[Flatte
         batch = Flattened(inputs, batch_axis)
     except RecursionError:
         raise ValueError(
-            f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a container "
-            f"that contains itself. Remove that item."
+            f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but "
+            f"got a container that contains itself. Remove that item."
         ) from None
     if not batch.leaves:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
-        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) converts an object like a dict."
-        raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
+        remedy = (
+            "Give tensors, or tuples, lists and dicts of them; dict(batch) converts an object like "
+            "a dict."
+        )
+        raise ValueError(
+            f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}"
+        )
     return batch, count_rows(batch.leaves)
 
 
@@ -194,7 +207,9 @@ def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def split_shapes(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[tuple[Any, ...], Bounds]:
+def split_shapes(
+    shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int
+) -> tuple[tuple[Any, ...], Bounds]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
     items = []
     for i, axis in enumerate(spread_axes(batch_axis, shapes)):
@@ -220,8 +235,8 @@ def count_rows(items: Iterable[Item]) -> int:
             if item.in_list:
                 remedy = _PAD + remedy
             raise ValueError(
-                f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
-                f"{rows} in {place} and {length} in {item.place}. {remedy}"
+                f"For '{_OWNER}', the inputs must have the same number of rows on their batch "
+                f"axis, but got {rows} in {place} and {length} in {item.place}. {remedy}"
             )
         rows = length
         place = item.place
@@ -232,8 +247,8 @@ def count_rows(items: Iterable[Item]) -> int:
         )
     if rows == 0:
         raise ValueError(
-            f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip it or, if other processes "
-            f"have rows, call join() in its place."
+            f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip it "
+            f"or, if other processes have rows, call join() in its place."
         )
     return rows
 
@@ -258,9 +273,13 @@ def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ..
         return (axis,) * len(items)
     # Default values of the network's arguments may follow the caller's inputs; they have nothing to split.
     missing = len(items) - len(axis)
-    if missing < 0 or any(isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]):
+    if missing < 0 or any(
+        isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]
+    ):
         got = f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}"
-        raise ValueError(_axis_error(f"a sequence with an entry for each of the {len(items)} inputs", got))
+        raise ValueError(
+            _axis_error(f"a sequence with an entry for each of the {len(items)} inputs", got)
+        )
     return axis + (None,) * missing
 
 

@@ -29,8 +29,8 @@ MOST_GRAPHS = 32
 # What tells the lengths of the rows: the place of an input, or a function of all inputs.
 Lengths: TypeAlias = int | str | Callable[..., object]
 _LENGTHS_REMEDY = (
-    "Give the name or the place of a mask or of the numbers of tokens among the inputs, or a function of all inputs "
-    "that returns them."
+    "Give the name or the place of a mask or of the numbers of tokens among the inputs, or a "
+    "function of all inputs that returns them."
 )
 _Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
@@ -50,9 +50,13 @@ class TokenLimit(NamedTuple):
     length_axis: BatchAxis
 
     @staticmethod
-    def checked(micro_tokens: object, lengths: Any, length_axis: object, names: Sequence[str]) -> "TokenLimit":
+    def checked(
+        micro_tokens: object, lengths: Any, length_axis: object, names: Sequence[str]
+    ) -> "TokenLimit":
         """Return the limit for a network with arguments of these names."""
-        limit = check_int(_OWNER, "micro_tokens", micro_tokens, "It is the most tokens of a micro batch.")
+        limit = check_int(
+            _OWNER, "micro_tokens", micro_tokens, "It is the most tokens of a micro batch."
+        )
         if isinstance(lengths, str):
             if lengths not in names:
                 raise ValueError(
@@ -63,8 +67,8 @@ class TokenLimit(NamedTuple):
         is_place = isinstance(lengths, int) and not isinstance(lengths, bool)
         if not (lengths is None or is_place or callable(lengths)):
             raise TypeError(
-                f"For '{_OWNER}', the argument 'lengths' must be a str, an int, a function or None, but got "
-                f"{typed(lengths)}. {_LENGTHS_REMEDY}"
+                f"For '{_OWNER}', the argument 'lengths' must be a str, an int, a function or "
+                f"None, but got {typed(lengths)}. {_LENGTHS_REMEDY}"
             )
         return TokenLimit(limit, lengths, check_axes("length_axis", length_axis))
 
@@ -72,17 +76,28 @@ class TokenLimit(NamedTuple):
         """Split ``inputs`` into micro batches of at most so many tokens, those of the longest rows first."""
         batch, rows = flattened(inputs, batch_axis)
         axes, longest = self._axes_of(inputs, batch)
-        groups = group_rows(self._lengths_of(inputs, batch_axis, rows, longest), longest, self.micro_tokens)
+        groups = group_rows(
+            self._lengths_of(inputs, batch_axis, rows, longest), longest, self.micro_tokens
+        )
         if len(groups) == 1 and groups[0].length == longest:
-            return SplitBatch(batch.structure, [MicroBatch(rows, batch.tensors)], [range(rows)], longest)
+            return SplitBatch(
+                batch.structure, [MicroBatch(rows, batch.tensors)], [range(rows)], longest
+            )
         refuse_mappings(batch.others)
-        columns = [cut_groups(leaf.value, leaf.axis, axis, groups) for leaf, axis in zip(batch.leaves, axes)]
+        columns = [
+            cut_groups(leaf.value, leaf.axis, axis, groups)
+            for leaf, axis in zip(batch.leaves, axes)
+        ]
         micro_batches = []
         for group, tensors in zip(groups, zip(*columns)):
             micro_batches.append(MicroBatch(len(group.places), tensors))
-        return SplitBatch(batch.structure, micro_batches, [group.places for group in groups], longest)
+        return SplitBatch(
+            batch.structure, micro_batches, [group.places for group in groups], longest
+        )
 
-    def _axes_of(self, inputs: tuple[object, ...], batch: Flattened) -> tuple[list[int | None], int]:
+    def _axes_of(
+        self, inputs: tuple[object, ...], batch: Flattened
+    ) -> tuple[list[int | None], int]:
         """Return the axis of the tokens of each tensor, None for one without, and their common length."""
         longest = -1
         first = ""
@@ -96,22 +111,23 @@ class TokenLimit(NamedTuple):
             axis %= len(shape)
             if row.axis is not None and axis == row.axis % len(shape):
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'length_axis' must be another axis than that of the rows, but got "
-                    f"{axis} for {leaf.place} of shape {shape}. It is the axis of the tokens of a row."
+                    f"For '{_OWNER}', the argument 'length_axis' must be another axis than that of "
+                    f"the rows, but got {axis} for {leaf.place} of shape {shape}. It is the axis "
+                    f"of the tokens of a row."
                 )
             if longest not in (-1, shape[axis]):
                 raise ValueError(
-                    f"For '{_OWNER}', the inputs must have the same length on their length axis, but got {longest} in "
-                    f"{first} and {shape[axis]} in {leaf.place}. Give length_axis one entry per input, None for what "
-                    f"has no tokens."
+                    f"For '{_OWNER}', the inputs must have the same length on their length axis, "
+                    f"but got {longest} in {first} and {shape[axis]} in {leaf.place}. Give "
+                    f"length_axis one entry per input, None for what has no tokens."
                 )
             longest = shape[axis]
             first = leaf.place
             axes.append(axis)
         if longest < 1:
             raise ValueError(
-                f"For '{_OWNER}', at least one input must have an axis of tokens for micro_tokens, but got none. Give "
-                f"length_axis, or micro_size in place of micro_tokens."
+                f"For '{_OWNER}', at least one input must have an axis of tokens for micro_tokens, "
+                f"but got none. Give length_axis, or micro_size in place of micro_tokens."
             )
         return axes, longest
 
@@ -123,7 +139,9 @@ class TokenLimit(NamedTuple):
             error.args = (str(error).replace("batch_axis", "length_axis"),)
             raise
 
-    def _lengths_of(self, inputs: tuple[Any, ...], batch_axis: BatchAxis, rows: int, longest: int) -> _Array:
+    def _lengths_of(
+        self, inputs: tuple[Any, ...], batch_axis: BatchAxis, rows: int, longest: int
+    ) -> _Array:
         """Return the number of tokens of each row, from its first to its last one, and at least 1."""
         if self.lengths is None:
             return np.full(rows, longest)
@@ -133,8 +151,8 @@ class TokenLimit(NamedTuple):
         else:
             if not -len(inputs) <= self.lengths < len(inputs):
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'lengths' must be the place of one of the {len(inputs)} inputs, but "
-                    f"got {self.lengths}. {_LENGTHS_REMEDY}"
+                    f"For '{_OWNER}', the argument 'lengths' must be the place of one of the "
+                    f"{len(inputs)} inputs, but got {self.lengths}. {_LENGTHS_REMEDY}"
                 )
             found = inputs[self.lengths]
             row_axis = spread_axes(batch_axis, inputs)[self.lengths]
@@ -143,14 +161,20 @@ class TokenLimit(NamedTuple):
             array = array.T
         if array.shape == (rows, longest):
             array = ((array != 0) * np.arange(1, longest + 1)).max(1)
-        is_valid = array.shape == (rows,) and array.dtype.kind in "iu" and 0 <= array.min() and array.max() <= longest
+        is_valid = (
+            array.shape == (rows,)
+            and array.dtype.kind in "iu"
+            and 0 <= array.min()
+            and array.max() <= longest
+        )
         if not is_valid:
             got = f"{array.dtype} of shape {array.shape}"
             if array.shape == (rows,):
                 got = f"{array.dtype} from {array.min()} to {array.max()}"
             raise ValueError(
-                f"For '{_OWNER}', 'lengths' must give a mask of shape {(rows, longest)} or one number from 0 to "
-                f"{longest} for each of the {rows} rows, but got {got}. {_LENGTHS_REMEDY}"
+                f"For '{_OWNER}', 'lengths' must give a mask of shape {(rows, longest)} or one "
+                f"number from 0 to {longest} for each of the {rows} rows, but got {got}. "
+                f"{_LENGTHS_REMEDY}"
             )
         return np.maximum(array, 1)
 
@@ -165,8 +189,9 @@ def group_rows(lengths: _Array, longest: int, limit: int) -> list[RowGroup]:
     order = np.argsort(-lengths, kind="stable").tolist()
     if lengths[order[0]] > limit:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'micro_tokens' must be at least the length of each row, but got {limit} for "
-            f"a row of {lengths[order[0]]} tokens. Give a larger number, or truncate the rows of the dataset."
+            f"For '{_OWNER}', the argument 'micro_tokens' must be at least the length of each row, "
+            f"but got {limit} for a row of {lengths[order[0]]} tokens. Give a larger number, or "
+            f"truncate the rows of the dataset."
         )
     groups = []
     while order:
@@ -180,7 +205,9 @@ def group_rows(lengths: _Array, longest: int, limit: int) -> list[RowGroup]:
     return groups
 
 
-def cut_groups(tensor: Tensor, row_axis: int | None, length_axis: int | None, groups: list[RowGroup]) -> list[Tensor]:
+def cut_groups(
+    tensor: Tensor, row_axis: int | None, length_axis: int | None, groups: list[RowGroup]
+) -> list[Tensor]:
     """Return the part of a tensor for each group. What has neither rows nor tokens goes whole into each."""
     if row_axis is None and length_axis is None:
         return [tensor] * len(groups)

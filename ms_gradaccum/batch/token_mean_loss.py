@@ -24,8 +24,8 @@ from ms_gradaccum.batch.weighted_loss import first_of
 
 _OWNER = "TokenMeanLoss"
 _OWN_LOSS_REMEDY = (
-    "A model that computes its own loss needs no TokenMeanLoss: let it return (loss_sum, tokens), in mindformers by "
-    "calculate_per_token_loss=True, and give GradAccumulation weighted=True."
+    "A model that computes its own loss needs no TokenMeanLoss: let it return (loss_sum, tokens), "
+    "in mindformers by calculate_per_token_loss=True, and give GradAccumulation weighted=True."
 )
 # What a head may be.
 Head: TypeAlias = nn.Cell | Parameter | tuple[Parameter, Parameter]
@@ -118,21 +118,31 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         token_weights: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
+        self.backbone = check_cell(
+            _OWNER, "backbone", backbone, "Give the network that returns logits."
+        )
         signature = inspect.signature(backbone.construct)
         needed = [each for each in signature.parameters.values() if each.default is each.empty]
         self.signature = f"construct{signature}"
-        self.required = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed)
+        self.required = sum(
+            each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed
+        )
         remedy = "It is the label of padding tokens."
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, remedy, least=MIN_INT)
         if block_tokens is not None:
             check_int(_OWNER, "block_tokens", block_tokens, "Fewer tokens take less memory.")
         remedy = "It is the share of the label that all classes have."
-        label_smoothing = check_float(_OWNER, "label_smoothing", label_smoothing, remedy, least=0, below=1)
+        label_smoothing = check_float(
+            _OWNER, "label_smoothing", label_smoothing, remedy, least=0, below=1
+        )
         z_loss = check_float(_OWNER, "z_loss", z_loss, "0 means none.", least=0)
         if logit_softcap is not None:
-            logit_softcap = check_float(_OWNER, "logit_softcap", logit_softcap, "None means no cap.")
-        self.token_weights = check_bool(_OWNER, "token_weights", token_weights, "True adds an input after the labels.")
+            logit_softcap = check_float(
+                _OWNER, "logit_softcap", logit_softcap, "None means no cap."
+            )
+        self.token_weights = check_bool(
+            _OWNER, "token_weights", token_weights, "True adds an input after the labels."
+        )
         self.head_weight, self.head_bias = _parameters_of(head)
         self.product_dtype = _product_dtype_of(head)
         self.cross_entropy = BlockwiseCrossEntropy(
@@ -164,7 +174,9 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
         is_valid = ops.not_equal(labels, self.ignore_index)
         token_weights = ops.cast(is_valid, ms.float32)
         if self.token_weights:
-            token_weights = token_weights * ops.stop_gradient(as_dtype(weights, ms.float32)).reshape(-1)
+            token_weights = token_weights * ops.stop_gradient(
+                as_dtype(weights, ms.float32)
+            ).reshape(-1)
         # Stand-ins, which nothing reads.
         weight = token_weights
         bias = token_weights
@@ -180,7 +192,9 @@ class TokenMeanLoss(FrozenAfterInit, nn.Cell):
             bias = self.head_bias.reshape(self.head_bias.shape)
         # MindSpore's kernels would take -1 for the last class.
         labels = ops.select(is_valid, ops.select(labels < 0, classes, labels), 0)
-        return self.cross_entropy(hidden, weight, bias, labels, token_weights)[0], token_weights.sum()
+        return self.cross_entropy(hidden, weight, bias, labels, token_weights)[
+            0
+        ], token_weights.sum()
 
     def around(self, backbone: nn.Cell, product_dtype: ms.Type) -> "TokenMeanLoss":
         """Return a cell with these settings and parameters around another network, with products of this dtype."""
@@ -198,10 +212,14 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
     weight = head
     bias = None
     if isinstance(head, nn.Cell):
-        if type(head) not in (nn.Dense, mint.nn.Linear) or getattr(head, "activation", None) is not None:
+        if (
+            type(head) not in (nn.Dense, mint.nn.Linear)
+            or getattr(head, "activation", None) is not None
+        ):
             raise TypeError(
-                f"For '{_OWNER}', the argument 'head' must be an nn.Dense or a mint.nn.Linear without an activation, "
-                f"but got {type(head).__name__}. If it multiplies by the transposed weight, give head=(weight, bias)."
+                f"For '{_OWNER}', the argument 'head' must be an nn.Dense or a mint.nn.Linear "
+                f"without an activation, but got {type(head).__name__}. If it multiplies by the "
+                f"transposed weight, give head=(weight, bias)."
             )
         weight = head.weight
         bias = getattr(head, "bias", None)
@@ -210,14 +228,15 @@ def _parameters_of(head: Any) -> tuple[Parameter | None, Parameter | None]:
     are_parameters = isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))
     if not are_parameters:
         raise TypeError(
-            f"For '{_OWNER}', the argument 'head' must be a linear layer, its weight, or a tuple of weight and bias, "
-            f"but got {typed(head)}. For example head=network.head."
+            f"For '{_OWNER}', the argument 'head' must be a linear layer, its weight, or a tuple "
+            f"of weight and bias, but got {typed(head)}. For example head=network.head."
         )
     if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(each.shape) for each in (weight, bias) if each is not None)
         raise ValueError(
-            f"For '{_OWNER}', the argument 'head' must have a weight of shape (classes, width) and a bias of shape "
-            f"(classes,), but got {shapes}. Leave the loss without a head, and let the backbone return logits."
+            f"For '{_OWNER}', the argument 'head' must have a weight of shape (classes, width) and "
+            f"a bias of shape (classes,), but got {shapes}. Leave the loss without a head, and let "
+            f"the backbone return logits."
         )
     return weight, bias
 
@@ -236,8 +255,8 @@ def _product_dtype_of(head: object) -> ms.Type | None:
 @primexpr
 def _refuse_own_loss(signature: str, given: int) -> None:
     raise TypeError(
-        f"For '{_OWNER}', the backbone must take all inputs except the labels, which come last, but got {signature} "
-        f"for {given} inputs. {_OWN_LOSS_REMEDY}"
+        f"For '{_OWNER}', the backbone must take all inputs except the labels, which come last, "
+        f"but got {signature} for {given} inputs. {_OWN_LOSS_REMEDY}"
     )
 
 
@@ -245,18 +264,19 @@ def _refuse_own_loss(signature: str, given: int) -> None:
 def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
     if logits is None:
         raise ValueError(
-            f"For '{_OWNER}', the backbone must return a tensor of logits, alone or before other outputs, but got no "
-            f"tensor. Give the network that returns logits."
+            f"For '{_OWNER}', the backbone must return a tensor of logits, alone or before other "
+            f"outputs, but got no tensor. Give the network that returns logits."
         )
     if len(logits) == 0:
         raise ValueError(
-            f"For '{_OWNER}', the backbone must return logits with an axis of classes, but got a scalar. "
-            f"{_OWN_LOSS_REMEDY}"
+            f"For '{_OWNER}', the backbone must return logits with an axis of classes, but got a "
+            f"scalar. {_OWN_LOSS_REMEDY}"
         )
     if tuple(logits[:-1]) != tuple(labels):
         raise ValueError(
-            f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
-            f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
+            f"For '{_OWNER}', the labels must have the shape of the logits without their last "
+            f"axis, but got labels of shape {tuple(labels)} and logits of shape {tuple(logits)}. "
+            f"Give one label per token."
         )
 
 
@@ -264,18 +284,22 @@ def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> No
 def _check_head(weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
     if weight[1] != hidden[1]:
         raise ValueError(
-            f"For '{_OWNER}', the backbone must return hidden states of the width {weight[1]} of its head, but got "
-            f"{hidden[1]}. Give the part of the network before the head."
+            f"For '{_OWNER}', the backbone must return hidden states of the width {weight[1]} of "
+            f"its head, but got {hidden[1]}. Give the part of the network before the head."
         )
 
 
 @primexpr
 def _check_weights(weights: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
     if weights is None or tuple(weights) != tuple(labels):
-        got = "no tensor" if weights is None else f"{tuple(weights)} for labels of shape {tuple(labels)}"
+        got = (
+            "no tensor"
+            if weights is None
+            else f"{tuple(weights)} for labels of shape {tuple(labels)}"
+        )
         raise ValueError(
-            f"For '{_OWNER}', the token weights (the last input) must have the shape of the labels, but got {got}. "
-            f"Give one weight per label."
+            f"For '{_OWNER}', the token weights (the last input) must have the shape of the "
+            f"labels, but got {got}. Give one weight per label."
         )
 
 
@@ -285,6 +309,6 @@ def _check_dtype(labels: object) -> None:
         return
     got = "no tensor" if labels is None else f"a tensor of {labels}"
     raise TypeError(
-        f"For '{_OWNER}', the labels (the last input) must be a tensor of integers, but got {got}. Give the class of "
-        f"each token."
+        f"For '{_OWNER}', the labels (the last input) must be a tensor of integers, but got {got}. "
+        f"Give the class of each token."
     )

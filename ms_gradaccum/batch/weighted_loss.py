@@ -14,15 +14,21 @@ from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.structure import SequenceOf
 
-_MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
+_MEAN_REMEDY = (
+    "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with "
+    "weighted=True."
+)
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # Values that the compiler leaves to the Python interpreter have neither a type in a graph nor a gradient.
 _OBJECT_REMEDY = (
-    "Return a tensor, alone or first in a tuple. In GRAPH mode these make a Python object of it: an attribute that "
-    "construct() sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
-    "getattr() with a default, and classes that are not Cells. MindSpore's own step runs with it and trains nothing."
+    "Return a tensor, alone or first in a tuple. In GRAPH mode these make a Python object of it: "
+    "an attribute that construct() sets (a count, an average: make it a Parameter), asnumpy(), "
+    "float(), Tensor(), dict(zip()), getattr() with a default, and classes that are not Cells. "
+    "MindSpore's own step runs with it and trains nothing."
 )
-_LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
+_LOSSES_REMEDY = (
+    "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
+)
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
 # Further losses that a network returns: their names, or what becomes of any number of them.
 Losses = tuple[str, ...] | Literal["sum", "first"]
@@ -42,8 +48,8 @@ def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy
     else:
         got = f"{dtype} of shape {tuple(shape)}"
     raise ValueError(
-        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
-        f"but got {got}. {remedy}"
+        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point "
+        f"scalar, first, but got {got}. {remedy}"
     )
 
 
@@ -53,16 +59,16 @@ def _check_weight(shape: tuple[int, ...] | None) -> None:
         return
     got = "no number" if shape is None else f"a tensor of shape {tuple(shape)}"
     raise ValueError(
-        f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
-        f"but got {got}. {_PAIR_REMEDY}"
+        f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after "
+        f"the loss sum, but got {got}. {_PAIR_REMEDY}"
     )
 
 
 @primexpr
 def _refuse_losses(count: int, remedy: str) -> None:
     raise ValueError(
-        f"For 'GradAccumulation', the argument 'losses' must be given for a network of {count + 1} scalar losses, "
-        f"but got None. {remedy}"
+        f"For 'GradAccumulation', the argument 'losses' must be given for a network of {count + 1} "
+        f"scalar losses, but got None. {remedy}"
     )
 
 
@@ -80,13 +86,14 @@ def _presence_of(count: int, room: int, names: tuple[str, ...]) -> list[float]:
     """Return 1 for each of ``count`` losses, followed by 0 for each unused place in a report."""
     if names and count != room:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'losses' must name each of the {count} scalars after the loss, "
-            f"but got {names}. The loss itself has no name."
+            f"For 'GradAccumulation', the argument 'losses' must name each of the {count} scalars "
+            f"after the loss, but got {names}. The loss itself has no name."
         )
     if count > room:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return at most {room} scalars after its loss, but "
-            f"got {count}. Return the sum of some of them, or stack those without a report into a vector."
+            f"For 'GradAccumulation', the argument 'network' must return at most {room} scalars "
+            f"after its loss, but got {count}. Return the sum of some of them, or stack those "
+            f"without a report into a vector."
         )
     return [1.0] * count + [0.0] * (room - count)
 
@@ -127,13 +134,16 @@ def _as_number(item: Tensor) -> Tensor:
 class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight) and further losses to report, from flattened inputs of a micro batch."""
 
-    counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
+    # True if the weight is the number of rows, False if the network returns it.
+    counts_rows = False
     # True for a prepared micro batch: it comes with its share of the batch, and returns notes for `Preparation.check`.
     is_prepared = False
     # True if the gradient of a micro batch with the weight 0 may be that of a mean over nothing, NaN.
     may_be_empty = False
 
-    def __init__(self, network: nn.Cell, structure: SequenceOf | None = None, losses: Losses | None = None) -> None:
+    def __init__(
+        self, network: nn.Cell, structure: SequenceOf | None = None, losses: Losses | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.sums = losses == "sum"  # True if the sum of all losses is trained.

@@ -27,7 +27,9 @@ class Preparation:
         """Return what has been compiled."""
         return []
 
-    def prepare(self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool) -> tuple[SplitBatch, int]:
+    def prepare(
+        self, inputs: tuple[object, ...], batch: SplitBatch, rows: int, eager: bool
+    ) -> tuple[SplitBatch, int]:
         """Return the micro batches for the micro steps, and the number of rows that their loss is a mean of."""
         return batch, rows
 
@@ -50,7 +52,9 @@ class WholeBatchLoss(nn.Cell):
         """Return the preparation of a step with these settings, compiled as the micro step ``like`` is."""
         raise NotImplementedError
 
-    def prepared_loss(self, structure: SequenceOf | None, weighted: object, losses: object) -> WeightedLoss:
+    def prepared_loss(
+        self, structure: SequenceOf | None, weighted: object, losses: object
+    ) -> WeightedLoss:
         """Return the loss of a prepared micro batch, or raise for arguments of `GradAccumulation` that do not fit."""
         raise NotImplementedError
 

@@ -94,7 +94,11 @@ class Contents:
             self._hold(prefix, cell.get_parameters())
 
     def _hold(
-        self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None
+        self,
+        prefix: str,
+        items: Iterable[Parameter],
+        reducer: GradientReducer | None = None,
+        window: int | None = None,
     ) -> None:
         """Add parameters by prefix and name. ``reducer`` may shard them; ``window`` is the index for sums."""
         for parameter in items:
@@ -107,8 +111,8 @@ class Contents:
             name = f"{prefix}{parameter.name}"
             if name in self.held:
                 raise ValueError(
-                    f"For 'save_state', all parameters of a step must have different names, but got two {name!r}. "
-                    f"Rename one: parameter.name = '...'."
+                    f"For 'save_state', all parameters of a step must have different names, but "
+                    f"got two {name!r}. Rename one: parameter.name = '...'."
                 )
             gather = None if target is parameter else target.gather
             self.held[name] = Held(target, parameter, gather, window)
@@ -127,13 +131,17 @@ class Contents:
             verb = "has" if "loop" in saved else "lacks"
             raise another_program(f"{verb} the loop of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
-        for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
+        for window, its in zip(
+            self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))
+        ):
             window.load_state_dict(its)
         # After the windows, because the loop reads their counts.
         if isinstance(self.step, Accumulator):
             self.step.driver.load_state_dict(saved["loop"])
 
-    def described(self, path: Path, positions: Sequence[DataPosition], extra: dict[str, Json]) -> SavedState:
+    def described(
+        self, path: Path, positions: Sequence[DataPosition], extra: dict[str, Json]
+    ) -> SavedState:
         """Return the description of a state with the current counts of the step."""
         epoch = None
         if positions:
@@ -151,15 +159,17 @@ def _buffers_of(network: nn.Cell) -> dict[str, Tensor]:
     return found
 
 
-def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:
+def check_arguments(
+    owner: str, step: object, directory: object
+) -> tuple[TrainOneStepCell | Accumulator, Path]:
     """Return the training step of an argument `step`, and the folder of the states as a path."""
     trained = step
     if isinstance(step, ms.Model):
         trained = step.train_network
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
         raise TypeError(
-            f"For '{owner}', the argument 'step' must be a TrainOneStepCell, an Accumulator or a Model, but got "
-            f"{type(trained).__name__}. Give what trains, with its optimizer."
+            f"For '{owner}', the argument 'step' must be a TrainOneStepCell, an Accumulator or a "
+            f"Model, but got {type(trained).__name__}. Give what trains, with its optimizer."
         )
     for extra in trained.extras:
         extra.check_can_save(owner)

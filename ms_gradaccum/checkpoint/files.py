@@ -46,7 +46,10 @@ Arrays = dict[str, Array]
 
 def states_in(directory: Path) -> list[Path]:
     """Return the complete states in a folder, the oldest first."""
-    return sorted((path for path in directory.glob("state-*") if number_of(path) and path.is_dir()), key=number_of)
+    return sorted(
+        (path for path in directory.glob("state-*") if number_of(path) and path.is_dir()),
+        key=number_of,
+    )
 
 
 def number_of(state: Path) -> int:
@@ -74,7 +77,9 @@ def renamed_states(directory: str | Path) -> list[Path]:
 
 def _is_ours(manifest: Path) -> bool:
     """Return whether a file begins like the manifest of a state. Other programs use this file name, too."""
-    return manifest.is_file() and f'"format": "{FORMAT}"' in manifest.read_text(errors="replace")[:100]
+    return (
+        manifest.is_file() and f'"format": "{FORMAT}"' in manifest.read_text(errors="replace")[:100]
+    )
 
 
 def begin(directory: Path) -> str:
@@ -100,8 +105,8 @@ def claim(directory: Path) -> None:
             holder = file.read() or "another process"
             file.close()
             raise RuntimeError(
-                f"For 'save_state', {holder} saves into {directory}, too. End that job, or give another folder: each "
-                f"would remove the other's states."
+                f"For 'save_state', {holder} saves into {directory}, too. End that job, or give "
+                f"another folder: each would remove the other's states."
             )
         time.sleep(0.1)
     with suppress(OSError):  # The lock holds on a full disk, too.
@@ -180,7 +185,10 @@ def signed(manifest: State) -> State:
     """Return a manifest with the checksum of its content."""
     content: State = json.loads(json.dumps(manifest))
     content.pop("sha256", None)
-    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+    return {
+        **content,
+        "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+    }
 
 
 def _sync(folder: Path) -> None:
@@ -208,12 +216,20 @@ def read_manifest(state: Path) -> State:
         found = json.loads(data)
     except (ValueError, RecursionError):
         raise DamagedState(f"{path} is not valid JSON") from None
-    _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is not the manifest of a state")
+    _check(
+        isinstance(found, dict) and found.get("format") == FORMAT,
+        path,
+        "is not the manifest of a state",
+    )
     manifest: State = found
-    version, files, ranks, extra = (manifest.get(key, ()) for key in ("version", "files", "ranks", "extra"))
+    version, files, ranks, extra = (
+        manifest.get(key, ()) for key in ("version", "files", "ranks", "extra")
+    )
     _check(version == VERSION, path, f"has the version {version!r}, not {VERSION}")
     _check(manifest.get("sha256") == signed(manifest)["sha256"], path, _CHANGED)
-    has_ranks = isinstance(ranks, list) and ranks != [] and all(isinstance(each, dict) for each in ranks)
+    has_ranks = (
+        isinstance(ranks, list) and ranks != [] and all(isinstance(each, dict) for each in ranks)
+    )
     is_whole = has_ranks and isinstance(files, dict) and isinstance(extra, dict)
     _check(is_whole, path, "lacks its files, its processes or its extra values")
     for name, facts in files.items():
@@ -239,11 +255,18 @@ def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:
     data = b""
     if not path.is_symlink():
         data = _read(path)
-    _check(len(data) == facts["size"], path, f"does not have the {facts['size']} bytes that were written")
+    _check(
+        len(data) == facts["size"],
+        path,
+        f"does not have the {facts['size']} bytes that were written",
+    )
     _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _CHANGED)
     try:
         items = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-        return {name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"]) for name, it in items}
+        return {
+            name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"])
+            for name, it in items
+        }
     except (KeyError, ValueError, safetensors.SafetensorError):
         raise DamagedState(f"{path} is not a safetensors file of this version") from None
 
@@ -252,7 +275,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DamagedState(f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})") from None
+        raise DamagedState(
+            f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})"
+        ) from None
 
 
 def _check(is_right: bool, path: Path, what: str) -> None:

@@ -26,7 +26,11 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.backend.arrays import Array
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
-from ms_gradaccum.backend.random_states import checked_random_states, put_random_states, random_states
+from ms_gradaccum.backend.random_states import (
+    checked_random_states,
+    put_random_states,
+    random_states,
+)
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import KEPT, Contents, Held, SavedState, check_arguments
 from ms_gradaccum.gradients.norm_limit import NORMS
@@ -131,8 +135,8 @@ def _checked_extra(extra: Mapping[str, Json]) -> dict[str, Json]:
         checked: dict[str, Json] = json.loads(json.dumps({**extra}))
     except (TypeError, ValueError, RecursionError):
         raise TypeError(
-            f"For '{_SAVE}', the argument 'extra' must be a dict of JSON values or None, but got {typed(extra)}. Keep "
-            f"numbers, strings, lists and dicts of them."
+            f"For '{_SAVE}', the argument 'extra' must be a dict of JSON values or None, but got "
+            f"{typed(extra)}. Keep numbers, strings, lists and dicts of them."
         ) from None
     return checked
 
@@ -154,8 +158,15 @@ def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, 
     try:
         own_names = _own_names(contents, world)
         partial = on_rank_0(_SAVES, lambda: files.begin(directory))
-        written = exchange(_SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
-        manifest: State = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": {}, "ranks": []}
+        written = exchange(
+            _SAVES, lambda: (_write(contents, directory / partial, world.rank, own_names), numbers)
+        )
+        manifest: State = {
+            "versions": {"mindspore": ms.__version__},
+            "extra": extra,
+            "files": {},
+            "ranks": [],
+        }
         for of_rank, its_numbers in written:
             manifest["files"] |= of_rank
             manifest["ranks"].append(its_numbers)
@@ -177,8 +188,8 @@ def on_rank_0(doing: str, function: Callable[[], object]) -> Any:
 def unwritable(directory: Path, error: OSError) -> OSError:
     """Return the error for a folder in which no state can be written."""
     text = (
-        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. Earlier states are "
-        f"intact. Make room, or give a folder that all processes can write to."
+        f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. "
+        f"Earlier states are intact. Make room, or give a folder that all processes can write to."
     )
     return OSError(error.errno or errno.EIO, text)
 
@@ -204,13 +215,16 @@ def _own_names(contents: Contents, world: World) -> set[str]:
     digests = exchange(_SAVES, lambda: [digest([held[name].source]) for name in compared])
     differing: set[str] = set()
     for others in digests:
-        differing |= {name for name, own, other in zip(compared, digests[0], others) if own != other}
+        differing |= {
+            name for name, own, other in zip(compared, digests[0], others) if own != other
+        }
     shared = set(map(id, shared_by(contents.reducers)))
     for name in sorted(differing):
         if id(held[name].source) in shared:
             raise RuntimeError(
-                f"For '{_SAVE}', the processes must have the same parameters, but got different values of {name!r}. "
-                f"Look for code that changes parameters outside the optimizer, or load the last state."
+                f"For '{_SAVE}', the processes must have the same parameters, but got different "
+                f"values of {name!r}. Look for code that changes parameters outside the optimizer, "
+                f"or load the last state."
             )
     return differing | sums
 
@@ -230,16 +244,22 @@ def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) ->
     written: files.Files = {}
     try:
         if rank == 0:
-            written = files.write_tensors(partial, "", ((name, held.value()) for name, held in rest))
+            written = files.write_tensors(
+                partial, "", ((name, held.value()) for name, held in rest)
+            )
     finally:
         # The gathers are collective: all ranks join them, even if rank 0 fails to write.
         for _, held in rest:
             if held.gather:
                 held.value()
-    return written | files.write_tensors(partial, f"rank_{rank}/", ((name, held.value()) for name, held in own.items()))
+    return written | files.write_tensors(
+        partial, f"rank_{rank}/", ((name, held.value()) for name, held in own.items())
+    )
 
 
-def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
+def load_state(
+    step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]
+) -> SavedState:
     r"""Load the state that :func:`save_state` has saved into a training step.
 
     Build the step as before: with the same network, optimizer and settings. The whole state is checked first; after an
@@ -273,7 +293,10 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     """
     trained, folder = check_arguments(_LOAD, step, directory)
     if isinstance(trained, Accumulator) and trained.driver.in_batch:
-        text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
+        text = (
+            "the state must be loaded between two batches, but got a call inside accumulate(). "
+            "Load it before."
+        )
         raise RuntimeError(f"For '{_LOAD}', {text}")
     contents = Contents(trained)
     world = current_world(_LOAD)
@@ -299,8 +322,9 @@ def _choose(directory: Path) -> Path:
         renamed = files.renamed_states(directory)
         has = repr(renamed[0].name) if renamed else "none"
         raise ValueError(
-            f"For '{_LOAD}', the argument 'directory' must be a folder with states, but got {directory.absolute()}, "
-            f"which has {has}. Give the folder of save_state(), or the folder of one state."
+            f"For '{_LOAD}', the argument 'directory' must be a folder with states, but got "
+            f"{directory.absolute()}, which has {has}. Give the folder of save_state(), or the "
+            f"folder of one state."
         )
     return state
 
@@ -318,17 +342,33 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
         if world.rank >= len(everyone):
             # With the same random state as another rank, both would draw the same numbers.
             random = random_states()
-        data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
-        positions = [DataPosition.of_state_dict(position, len(everyone), random) for position in data["data"]]
+        data = check_saved(
+            numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)}
+        )
+        positions = [
+            DataPosition.of_state_dict(position, len(everyone), random) for position in data["data"]
+        ]
         # An open window continues on all ranks, even on those that did not save.
-        windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
+        windows = [
+            {**its, "batches": max(counts)}
+            for its, counts in zip(numbers["windows"], zip(*batches))
+        ]
         contents.load_state_dict({**numbers, "windows": windows})
     except DamagedState as error:
-        before = [each for each in files.states_in(state.parent) if files.number_of(each) < files.number_of(state)]
+        before = [
+            each
+            for each in files.states_in(state.parent)
+            if files.number_of(each) < files.number_of(state)
+        ]
         remedy = (
-            f"Give the folder of the state before it, {before[-1]}." if before else ("There is no state before it.")
+            f"Give the folder of the state before it, {before[-1]}."
+            if before
+            else ("There is no state before it.")
         )
-        text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
+        text = (
+            f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. "
+            f"{remedy}"
+        )
         raise ValueError(text) from None
     return _Loaded(values, random, positions, manifest["extra"])
 
@@ -336,8 +376,13 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Loaded:
 def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:
     """Return the number of batches in each window of each saving rank."""
     if (contents.has_shards or contents.is_partitioned) and len(everyone) != ranks:
-        remedy = "Use as many processes; MindSpore's transform_checkpoints converts the shards of AutoParallel"
-        raise another_program(f"has the network's shards of {len(everyone)} processes, not {ranks}. {remedy}")
+        remedy = (
+            "Use as many processes; MindSpore's transform_checkpoints converts the shards of "
+            "AutoParallel"
+        )
+        raise another_program(
+            f"has the network's shards of {len(everyone)} processes, not {ranks}. {remedy}"
+        )
     batches: list[list[int]] = []
     for numbers in everyone:
         batches.append([])
@@ -348,7 +393,9 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
     if isinstance(contents.step, TrainOneStepCell):
         limit = contents.step.body.accumulation_steps
         if 0 < most >= limit:
-            raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
+            raise another_program(
+                f"has {most} batches in its window, where accumulation_steps is {limit}"
+            )
     return batches
 
 
@@ -380,7 +427,10 @@ def _values(
         return parts
 
     needed = {name for name, held in contents.held.items() if held.window is None}
-    for verb, wrong in (("lacks", needed - own.keys()), ("also has", own.keys() - contents.held.keys())):
+    for verb, wrong in (
+        ("lacks", needed - own.keys()),
+        ("also has", own.keys() - contents.held.keys()),
+    ):
         # The norms of a `NormSpike` begin anew, and are left out without one.
         wrong = {name for name in wrong if not name.endswith(NORMS)}
         if wrong:

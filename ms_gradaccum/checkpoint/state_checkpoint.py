@@ -90,7 +90,9 @@ class StateCheckpoint(FrozenAfterInit, Callback):
         if self.seconds is not None:
             check_float(_OWNER, "save_checkpoint_seconds", self.seconds, "Its unit is seconds.")
         self.keep_max = check_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
-        self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
+        self.save_at_sigterm = check_bool(
+            _OWNER, "save_at_sigterm", save_at_sigterm, "The default is True."
+        )
         self.model: Model | None = None  # The model that is training with this callback.
         self._signal = 0  # The number of the signal that this process got in this training.
         # The step and the time of the last state. Set at the beginning of a training.
@@ -116,7 +118,9 @@ class StateCheckpoint(FrozenAfterInit, Callback):
                 numbers.append(signal.SIGINT)
         self.model = model
         self._signal = 0
-        before: dict[int, Any] = {number: signal.signal(number, self._note_signal) for number in numbers}
+        before: dict[int, Any] = {
+            number: signal.signal(number, self._note_signal) for number in numbers
+        }
         try:
             yield
         finally:
@@ -127,7 +131,10 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     def _note_signal(self, number: int, frame: object) -> None:
         self._signal = number
         # print() fails in a handler that has interrupted another print().
-        os.write(2, f"\n{_OWNER}: the training saves its state into {self.directory}, and ends.\n".encode())
+        os.write(
+            2,
+            f"\n{_OWNER}: the training saves its state into {self.directory}, and ends.\n".encode(),
+        )
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
@@ -142,8 +149,8 @@ class StateCheckpoint(FrozenAfterInit, Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         if self.model is None:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'model' must be a Model of ms_gradaccum, but got another one. Import "
-                f"Model from ms_gradaccum."
+                f"For '{_OWNER}', the argument 'model' must be a Model of ms_gradaccum, but got "
+                f"another one. Import Model from ms_gradaccum."
             )
         claim_folder("begins to train a Model", Path(self.directory))
         self._saved_step = run_context.original_args().cur_step_num

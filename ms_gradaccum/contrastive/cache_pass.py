@@ -22,7 +22,9 @@ from ms_gradaccum.contrastive.cached_loss import check_rows
 from ms_gradaccum.parallel.reducer import GradientReducer
 
 # A word in the names of operators that draw random numbers, with a pattern that does not match L2Normalize.
-_DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])")
+_DRAWS = re.compile(
+    "(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|Multinomial|Bernoulli)(?![a-z])"
+)
 _LOSS_REMEDY = "Its loss_fn returns one number: report other values in a callback."
 
 Run = Callable[..., Any]  # Runs a cell, op by op or compiled.
@@ -159,7 +161,9 @@ class CachePass(Preparation):
     def _build_loss(self, structure: SequenceOf, floats: tuple[int, ...], eager: bool) -> Run:
         loss_fn = self.network.loss_fn
         # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
-        return self._runner(lambda: LossAndCache(loss_fn, structure, floats), "the loss", loss_fn, eager, True)
+        return self._runner(
+            lambda: LossAndCache(loss_fn, structure, floats), "the loss", loss_fn, eager, True
+        )
 
     def _runner(
         self,
@@ -187,9 +191,10 @@ class CachePass(Preparation):
         if drawn:
             place += f", perhaps because of {drawn}"
         return (
-            f"For 'GradCacheLoss', the backbone returned other outputs in the second forward pass: they differ by "
-            f"{distance:.3g} of the largest number in their row in {place}. Use ReplayDropout in place of Dropout, "
-            f"and keep all that the forward pass changes in parameters."
+            f"For 'GradCacheLoss', the backbone returned other outputs in the second forward pass: "
+            f"they differ by {distance:.3g} of the largest number in their row in {place}. Use "
+            f"ReplayDropout in place of Dropout, and keep all that the forward pass changes in "
+            f"parameters."
         )
 
 
@@ -262,19 +267,20 @@ def _check_settings(settings: BatchSettings, reducer: GradientReducer, loss_fn: 
     """Raise for settings with which a batch cannot be prepared."""
     if settings.drop_non_finite:
         raise ValueError(
-            f"For '{settings.owner}', the argument 'bad_micro_batch' must be 'skip_window' for a GradCacheLoss, but "
-            f"got 'drop'. Its loss has seen all micro batches before one can be left out."
+            f"For '{settings.owner}', the argument 'bad_micro_batch' must be 'skip_window' for a "
+            f"GradCacheLoss, but got 'drop'. Its loss has seen all micro batches before one can be "
+            f"left out."
         )
     if reducer.grads_are_reduced:
         raise ValueError(
-            f"For '{settings.owner}', the argument 'network' must not be one of hsdp() with a GradCacheLoss, but got "
-            f"both. Give parallel=HSDP(...) in place of hsdp()."
+            f"For '{settings.owner}', the argument 'network' must not be one of hsdp() with a "
+            f"GradCacheLoss, but got both. Give parallel=HSDP(...) in place of hsdp()."
         )
     drawn = random_cells(loss_fn)
     if drawn and reducer.is_distributed:
         raise ValueError(
-            f"For 'GradCacheLoss', the argument 'loss_fn' must be deterministic on several processes, but got random "
-            f"numbers of {drawn}. Draw them in the backbone."
+            f"For 'GradCacheLoss', the argument 'loss_fn' must be deterministic on several "
+            f"processes, but got random numbers of {drawn}. Draw them in the backbone."
         )
 
 
@@ -293,8 +299,9 @@ def _floats_among(outputs: list[Tensor]) -> tuple[int, ...]:
     floats = tuple(i for i, dtype in enumerate(dtypes) if dtype in mstype.float_type)
     if not floats:
         raise ValueError(
-            f"For 'GradCacheLoss', the argument 'backbone' must return a floating-point tensor, but got "
-            f"{', '.join(map(str, dtypes)) or 'nothing'}. Return one: there is no gradient without it."
+            f"For 'GradCacheLoss', the argument 'backbone' must return a floating-point tensor, "
+            f"but got {', '.join(map(str, dtypes)) or 'nothing'}. Return one: there is no gradient "
+            f"without it."
         )
     return floats
 

@@ -9,7 +9,10 @@ from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 
-OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
+OUTPUT_REMEDY = (
+    "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into "
+    "loss_fn."
+)
 _HALF = (ms.float16, ms.bfloat16)
 
 
@@ -80,6 +83,6 @@ def check_rows(outputs: Tensors, rows: int) -> None:
     for output in outputs:
         if output.shape[:1] != (rows,):
             raise ValueError(
-                f"For 'GradCacheLoss', the backbone must return tensors with the {rows} rows of the micro batch on "
-                f"axis 0, but got one of shape {output.shape}. {OUTPUT_REMEDY}"
+                f"For 'GradCacheLoss', the backbone must return tensors with the {rows} rows of "
+                f"the micro batch on axis 0, but got one of shape {output.shape}. {OUTPUT_REMEDY}"
             )

@@ -78,10 +78,16 @@ class ContrastiveLoss(FrozenAfterInit, nn.Cell):
         super().__init__()
         temperature = check_float(_OWNER, "temperature", temperature, "CLIP starts with 0.07.")
         learnable = check_bool(_OWNER, "learnable", learnable, "False keeps the temperature fixed.")
-        self.normalize = check_bool(_OWNER, "normalize", normalize, "False leaves the rows as they are.")
-        self.towers = check_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
+        self.normalize = check_bool(
+            _OWNER, "normalize", normalize, "False leaves the rows as they are."
+        )
+        self.towers = check_int(
+            _OWNER, "towers", towers, "It counts the representations of a row.", most=2
+        )
         block_rows = check_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
-        self.logit_scale = Parameter(Tensor(-math.log(temperature), ms.float32), "logit_scale", requires_grad=learnable)
+        self.logit_scale = Parameter(
+            Tensor(-math.log(temperature), ms.float32), "logit_scale", requires_grad=learnable
+        )
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)
         self._is_built = True
 
@@ -221,8 +227,8 @@ def _check_shapes(towers: int, shapes: tuple[tuple[int, ...], ...]) -> None:
         if towers == 1:
             inputs = "representations and labels"
         raise ValueError(
-            f"For '{_OWNER}', the inputs with towers={towers} must be {inputs}, but got {len(shapes)}. Give the "
-            f"outputs of the network first, and then the labels."
+            f"For '{_OWNER}', the inputs with towers={towers} must be {inputs}, but got "
+            f"{len(shapes)}. Give the outputs of the network first, and then the labels."
         )
     first = shapes[0]
     fits = len(first) == 2 and first == shapes[towers - 1]
@@ -230,6 +236,7 @@ def _check_shapes(towers: int, shapes: tuple[tuple[int, ...], ...]) -> None:
         fits = fits and math.prod(labels) == first[0]
     if not fits:
         raise ValueError(
-            f"For '{_OWNER}', the representations must have one shape (rows, length), and labels one per row, but "
-            f"got {', '.join(map(str, shapes))}. Project the outputs of both towers to one length."
+            f"For '{_OWNER}', the representations must have one shape (rows, length), and labels "
+            f"one per row, but got {', '.join(map(str, shapes))}. Project the outputs of both "
+            f"towers to one length."
         )

@@ -78,10 +78,18 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
 
     def __init__(self, backbone: nn.Cell, loss_fn: nn.Cell, labels: int = 0) -> None:
         super().__init__(auto_prefix=False)
-        check_construct(_OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn.")
-        self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns representations.")
-        self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
-        self.labels = check_int(_OWNER, "labels", labels, "It counts the last inputs, which go to loss_fn.", least=0)
+        check_construct(
+            _OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn."
+        )
+        self.backbone = check_cell(
+            _OWNER, "backbone", backbone, "Give the network that returns representations."
+        )
+        self.loss_fn = check_cell(
+            _OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them."
+        )
+        self.labels = check_int(
+            _OWNER, "labels", labels, "It counts the last inputs, which go to loss_fn.", least=0
+        )
         self._get_attr_from_cell(backbone)
         self._is_built = True
 
@@ -134,22 +142,22 @@ class GradCacheLoss(FrozenAfterInit, WholeBatchLoss):
 
 def _refuse_setting(name: str, value: object, got: object) -> NoReturn:
     raise ValueError(
-        f"For 'GradAccumulation', the argument '{name}' must be {value} for a {_OWNER}, but got {got!r}. Its loss_fn "
-        f"returns one number, the loss of the batch, which counts by its rows."
+        f"For 'GradAccumulation', the argument '{name}' must be {value} for a {_OWNER}, but got "
+        f"{got!r}. Its loss_fn returns one number, the loss of the batch, which counts by its rows."
     )
 
 
 @primexpr
 def _refuse_inputs(inputs: int, labels: int) -> None:
     raise ValueError(
-        f"For '{_OWNER}', there must be more inputs than the {labels} labels, but got {inputs}. Give the inputs of the "
-        f"backbone first, and then the labels."
+        f"For '{_OWNER}', there must be more inputs than the {labels} labels, but got {inputs}. "
+        f"Give the inputs of the backbone first, and then the labels."
     )
 
 
 @primexpr
 def _refuse_output() -> None:
     raise TypeError(
-        f"For '{_OWNER}', the backbone must return a tensor or a tuple of tensors, but got something else. "
-        f"{OUTPUT_REMEDY}"
+        f"For '{_OWNER}', the backbone must return a tensor or a tuple of tensors, but got "
+        f"something else. {OUTPUT_REMEDY}"
     )

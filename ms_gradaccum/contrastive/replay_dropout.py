@@ -118,4 +118,7 @@ def _filled(shape: tuple[int, ...], number: int, seed: Tensor) -> Tensor:
 def _check_size(shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     if size >= 2**31:
-        raise ValueError(f"For '{_OWNER}', the input must have fewer than 2 ** 31 elements, but got {size}. Split it.")
+        raise ValueError(
+            f"For '{_OWNER}', the input must have fewer than 2 ** 31 elements, but got {size}. "
+            f"Split it."
+        )

@@ -26,13 +26,16 @@ class WindowTotals(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of elements of each parameter of `GradientBuffer.totals`."""
-        return (1, 1) + self.counts_dropped * (1,) + bool(self.other_losses) * (2 * self.other_losses,)
+        return (
+            (1, 1) + self.counts_dropped * (1,) + bool(self.other_losses) * (2 * self.other_losses,)
+        )
 
 
 _NOTHING_ELSE = WindowTotals()
 _ROWS = (
-    "For 'GradAccumulation', this optimizer needs dense gradients, but got one of a sparse lookup. It would skip the "
-    "rows that one micro batch does not read. Use nn.Embedding, or another optimizer."
+    "For 'GradAccumulation', this optimizer needs dense gradients, but got one of a sparse lookup. "
+    "It would skip the rows that one micro batch does not read. Use nn.Embedding, or another "
+    "optimizer."
 )
 
 
@@ -90,9 +93,15 @@ class GradientBuffer(nn.Cell):
 
     def totals(self) -> list[Parameter]:
         """Return the scalars that are reduced over the ranks besides the gradients."""
-        return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
+        return [
+            self.loss,
+            self.weight,
+            *(each for each in (self.dropped, self.other_losses) if each is not None),
+        ]
 
-    def add(self, loss_sum: Tensor, weight: Tensor, grads: Tensors, factor: Tensor) -> tuple[Tensors, Tensor, Tensor]:
+    def add(
+        self, loss_sum: Tensor, weight: Tensor, grads: Tensors, factor: Tensor
+    ) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # Add the last gradient first: a backward pass computes it first, and its memory is freed once it is added.
         sums = map_backwards(ops.partial(self.add_one, factor), tuple(self.sums), grads)
@@ -117,7 +126,9 @@ class GradientBuffer(nn.Cell):
 
     def add_other_losses(self, losses: Tensor, weight: Tensor) -> Done:
         """Add the further losses of one micro batch with this weight. Weight 0 ignores them: they may be 0 / 0."""
-        return add_in_place(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
+        return add_in_place(
+            self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses))
+        )
 
     def other_losses_after(self, done: object) -> Tensors:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
@@ -153,7 +164,9 @@ class BatchCount:
         self.parameter = buffer.batches
         for name in ("set_data", "assign_value"):
             # Weak references, since this function is an attribute of the parameter.
-            vars(self.parameter)[name] = partial(_write, weakref.ref(self), weakref.ref(self.parameter), name)
+            vars(self.parameter)[name] = partial(
+                _write, weakref.ref(self), weakref.ref(self.parameter), name
+            )
 
     def get(self) -> int:
         """Return the number. Read it from the device only if it may have been written elsewhere."""
@@ -198,7 +211,11 @@ class BatchCount:
 
 
 def _write(
-    its_count: "weakref.ref[BatchCount]", itself: "weakref.ref[Parameter]", method: str, *args: object, **kwargs: object
+    its_count: "weakref.ref[BatchCount]",
+    itself: "weakref.ref[Parameter]",
+    method: str,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     """Call a method that writes a parameter, and mark the number in its `BatchCount` as stale."""
     count = its_count()

@@ -37,17 +37,22 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
     return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
 
 
-def pattern_indices(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
+def pattern_indices(
+    owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]
+) -> tuple[int, ...]:
     """Return the index of the first pattern that each name matches, -1 for none. Raise if a pattern matches no name."""
     groups = [-1] * len(names)
     for group, pattern in enumerate(patterns):
-        fitting = [i for i, name in enumerate(names) if groups[i] == -1 and fnmatchcase(name, pattern)]
+        fitting = [
+            i for i, name in enumerate(names) if groups[i] == -1 and fnmatchcase(name, pattern)
+        ]
         for i in fitting:
             groups[i] = group
         if not fitting:
             raise ValueError(
-                f"For '{owner}', the pattern {pattern!r} in '{argument}' matches no remaining parameter ({len(names)} "
-                f"in all, for example {names[0]!r}). The first pattern that matches counts: put wide ones last."
+                f"For '{owner}', the pattern {pattern!r} in '{argument}' matches no remaining "
+                f"parameter ({len(names)} in all, for example {names[0]!r}). The first pattern "
+                f"that matches counts: put wide ones last."
             )
     return tuple(groups)
 
@@ -239,7 +244,9 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         if not isinstance(limits, Mapping):
             raise TypeError(argument_error("ClipByGroupNorm", "limits", rule, repr(limits), remedy))
         if not limits:
-            raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
+            raise ValueError(
+                argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy)
+            )
         self.limits: dict[str, float] = {}
         for pattern, limit in limits.items():
             name = f"limits[{pattern!r}]"
@@ -251,7 +258,10 @@ class ClipByGroupNorm(FrozenAfterInit, Clip):
         return f"limits={self.limits}"
 
     def of(self, names: Sequence[str]) -> Clip:
-        return GroupClip(list(self.limits.values()), pattern_indices("ClipByGroupNorm", "limits", self.limits, names))
+        return GroupClip(
+            list(self.limits.values()),
+            pattern_indices("ClipByGroupNorm", "limits", self.limits, names),
+        )
 
 
 class GroupClip(Clip):
@@ -262,7 +272,8 @@ class GroupClip(Clip):
     def __init__(self, limits: list[float], groups: tuple[int, ...]) -> None:
         super().__init__()
         self.limits = Tensor(limits, ms.float32)
-        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)  # The last one for none.
+        # The last one for none.
+        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
 
     def norms(self, squares: Tensor, factor: Tensor) -> Grads:
@@ -312,11 +323,13 @@ def _shape_of(value: object) -> tuple[int, ...] | None:
 
 
 @primexpr
-def _check_returned(expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...] | None] | None) -> None:
+def _check_returned(
+    expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...] | None] | None
+) -> None:
     if found is None or [*found] != [*expected]:
         raise ValueError(
-            f"For 'clip', the cell must return one gradient for each that it gets, of shapes {[*expected]}, but got "
-            f"shapes {found}. Return a tuple in the same order."
+            f"For 'clip', the cell must return one gradient for each that it gets, of shapes "
+            f"{[*expected]}, but got shapes {found}. Return a tuple in the same order."
         )
 
 
@@ -332,15 +345,16 @@ def check_clip(owner: str, clip: ClipChoice) -> Clip:
         return clip
     if not isinstance(clip, nn.Cell):
         raise TypeError(
-            f"For '{owner}', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue, a cell "
-            f"or None, but got {clip!r}. For example clip=ClipByGlobalNorm(1.0)."
+            f"For '{owner}', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a "
+            f"ClipByValue, a cell or None, but got {clip!r}. For example "
+            f"clip=ClipByGlobalNorm(1.0)."
         )
     try:
         inspect.signature(clip.construct).bind("grads", "norm")
     except TypeError:
         raise TypeError(
-            f"For '{owner}', the argument 'clip' must be a cell with construct(grads, norm), but got "
-            f"{type(clip).__name__} with construct{inspect.signature(clip.construct)}. It returns the gradients of the "
-            f"update."
+            f"For '{owner}', the argument 'clip' must be a cell with construct(grads, norm), but "
+            f"got {type(clip).__name__} with construct{inspect.signature(clip.construct)}. It "
+            f"returns the gradients of the update."
         ) from None
     return OwnClip(clip)

@@ -75,7 +75,8 @@ class FixedLossScale(NoLossScale):
         self.is_left_to_optimizer = not skips_overflow
 
     def value(self) -> Tensor:
-        return self.scale + 0.0  # + 0.0 makes a copy, because the report outlives the next change of the parameter.
+        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
+        return self.scale + 0.0
 
     def unscaled(self, factor: Tensor) -> Tensor:
         return factor / self.scale
@@ -87,7 +88,12 @@ class LossScale(FixedLossScale):
     searches = True
 
     def __init__(
-        self, scale: Parameter, clean_windows: Parameter, growth: float, backoff: float, interval: int
+        self,
+        scale: Parameter,
+        clean_windows: Parameter,
+        growth: float,
+        backoff: float,
+        interval: int,
     ) -> None:
         super().__init__(scale)
         self.clean_windows = clean_windows
@@ -125,7 +131,8 @@ class ForeignLossScale(FixedLossScale):
         # A manager of a fixed scale can require updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
-        self.is_left_to_optimizer = False  # This scale changes, while that of an optimizer is fixed.
+        # This scale changes, while that of an optimizer is fixed.
+        self.is_left_to_optimizer = False
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         _refuse_in_graph(type(self.chooser).__name__)
@@ -152,8 +159,9 @@ def _scale_of(chooser: Any) -> float:
 @primexpr
 def _refuse_in_graph(kind: str) -> None:
     raise ValueError(
-        f"For 'MixedPrecision', the loss scale inside a larger graph must be compilable, but got a {kind}. Give a "
-        f"MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
+        f"For 'MixedPrecision', the loss scale inside a larger graph must be compilable, but got a "
+        f"{kind}. Give a MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the "
+        f"step from Python."
     )
 
 
@@ -163,7 +171,9 @@ def new_scale(value: float) -> Parameter:
 
 
 def dynamic_loss_scale(initial: float, growth: float, backoff: float, interval: int) -> LossScale:
-    clean_windows = Parameter(Tensor(0, ms.int32), "mixed_precision.clean_windows", requires_grad=False)
+    clean_windows = Parameter(
+        Tensor(0, ms.int32), "mixed_precision.clean_windows", requires_grad=False
+    )
     return LossScale(new_scale(initial), clean_windows, growth, backoff, interval)
 
 
@@ -172,9 +182,13 @@ def loss_scale_of(chooser: Any) -> NoLossScale:
     # The types must match exactly, because a subclass may have another rule.
     if type(chooser) is amp.DynamicLossScaler:
         factor = float(chooser.scale_factor)
-        return LossScale(chooser.scale_value, chooser.counter, factor, 1 / factor, chooser.scale_window)
+        return LossScale(
+            chooser.scale_value, chooser.counter, factor, 1 / factor, chooser.scale_window
+        )
     if type(chooser) is amp.StaticLossScaler:
         return FixedLossScale(chooser.scale_value)
     if type(chooser) is amp.FixedLossScaleManager:
-        return FixedLossScale(new_scale(chooser.get_loss_scale()), chooser.get_drop_overflow_update())
+        return FixedLossScale(
+            new_scale(chooser.get_loss_scale()), chooser.get_drop_overflow_update()
+        )
     return ForeignLossScale(chooser)

@@ -11,7 +11,12 @@ from ms_gradaccum._checks import argument_error, check_choice, check_float, chec
 from ms_gradaccum.backend.device import this_device
 from ms_gradaccum.backend.probes import clamps_overflow, multiply
 from ms_gradaccum.gradients.clipping import pattern_indices
-from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.gradients.loss_scaler import (
+    FixedLossScale,
+    NoLossScale,
+    dynamic_loss_scale,
+    loss_scale_of,
+)
 
 _OWNER = "MixedPrecision"
 Level = Literal["O0", "O1", "O2", "O3", "auto"]
@@ -92,19 +97,27 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         half = (ms.float16, ms.bfloat16)
-        dtype = _dtype_of("dtype", self.dtype, half, "float16 or bfloat16", "MindSpore trains in these two.")
+        dtype = _dtype_of(
+            "dtype", self.dtype, half, "float16 or bfloat16", "MindSpore trains in these two."
+        )
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "reduce_dtype", _checked_reduce_dtype(self.reduce_dtype))
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in 16 bits.")
-        for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
+        for name, remedy in (
+            ("init_scale", "The default is 65536."),
+            ("growth_factor", "The default is 2.0."),
+        ):
             value = check_float(_OWNER, name, getattr(self, name), remedy, least=1)
             object.__setattr__(self, name, value)
         check_float(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.", below=1)
-        check_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
+        check_int(
+            _OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow."
+        )
         if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
             raise TypeError(
-                f"For 'MixedPrecision', the argument 'loss_scale' must be a LossScaler, a LossScaleManager or None, "
-                f"but got {self.loss_scale!r}. For a number, give init_scale."
+                f"For 'MixedPrecision', the argument 'loss_scale' must be a LossScaler, a "
+                f"LossScaleManager or None, but got {self.loss_scale!r}. For a number, give "
+                f"init_scale."
             )
 
 
@@ -115,25 +128,34 @@ def _checked_reduce_dtype(given: object) -> ms.Type | dict[str, ms.Type]:
         return _dtype_of("reduce_dtype", given, *asked, remedy)
     if not given or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(
-            f"For 'MixedPrecision', the argument 'reduce_dtype' must be a dtype, or a dict of a dtype per pattern, but "
-            f"got {given}. For example {{'*weight': 'fp16'}}."
+            f"For 'MixedPrecision', the argument 'reduce_dtype' must be a dtype, or a dict of a "
+            f"dtype per pattern, but got {given}. For example {{'*weight': 'fp16'}}."
         )
-    return {name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked, remedy) for name, each in given.items()}
+    return {
+        name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked, remedy)
+        for name, each in given.items()
+    }
 
 
-def _dtype_of(name: str, value: object, choices: Sequence[object], rule: str, remedy: str) -> ms.Type:
+def _dtype_of(
+    name: str, value: object, choices: Sequence[object], rule: str, remedy: str
+) -> ms.Type:
     dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
     if dtype not in choices:
         raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
     return dtype
 
 
-def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence[str]) -> tuple[ms.Type, ...]:
+def reduce_dtypes(
+    reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence[str]
+) -> tuple[ms.Type, ...]:
     """Return the dtype in which the gradient of each parameter is reduced; the default is float32."""
     if not isinstance(reduce_dtype, Mapping):
         return (reduce_dtype,) * len(names)
     dtypes = (*reduce_dtype.values(), ms.float32)
-    return tuple(dtypes[group] for group in pattern_indices(_OWNER, "reduce_dtype", reduce_dtype, names))
+    return tuple(
+        dtypes[group] for group in pattern_indices(_OWNER, "reduce_dtype", reduce_dtype, names)
+    )
 
 
 # The type of the argument `mixed_precision`.
@@ -149,7 +171,9 @@ NAMES: dict[str, MixedPrecision] = {
 }
 # The names in other libraries.
 _OTHER_NAMES = {
-    **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "amp", "true", "auto_mixed"), "'fp16'"),
+    **dict.fromkeys(
+        ("float16", "half", "16", "16-mixed", "16-true", "amp", "true", "auto_mixed"), "'fp16'"
+    ),
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "'bf16'"),
     **dict.fromkeys(("no", "none", "false", "float32", "fp32", "32", "32-true", "o0"), "None"),
     **{level.lower(): repr(level) for level in ("O1", "O2", "O3")},
@@ -166,21 +190,28 @@ class Precision(NamedTuple):
     reduce_dtype: ms.Type | Mapping[str, ms.Type]
 
 
-def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_manager: object) -> MixedPrecision | None:
+def combined(
+    owner: str, mixed_precision: object, amp_level: Any, loss_scale_manager: object
+) -> MixedPrecision | None:
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
-    check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
+    check_choice(
+        owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings."
+    )
     if loss_scale_manager is not None and mixed_precision is not None:
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be None with a loss_scale_manager, but got "
-            f"{mixed_precision!r}. MixedPrecision(..., loss_scale=manager) takes both."
+            f"For '{owner}', the argument 'mixed_precision' must be None with a "
+            f"loss_scale_manager, but got {mixed_precision!r}. MixedPrecision(..., "
+            f"loss_scale=manager) takes both."
         )
-    settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
+    settings = _settings(
+        owner, mixed_precision if loss_scale_manager is None else loss_scale_manager
+    )
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
     if settings.level not in ("O0", amp_level):
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must agree with amp_level={amp_level!r}, but got "
-            f"{mixed_precision!r}. Give one of the two."
+            f"For '{owner}', the argument 'mixed_precision' must agree with "
+            f"amp_level={amp_level!r}, but got {mixed_precision!r}. Give one of the two."
         )
     return replace(settings, level=amp_level)
 
@@ -196,19 +227,24 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
             multiply(ms.bfloat16)
         except Exception as error:
             raise ValueError(
-                f"For '{owner}', the argument 'mixed_precision' must be a format of this device, but got bfloat16 on "
-                f"{this_device()}. Use float16, for example mixed_precision='fp16'."
+                f"For '{owner}', the argument 'mixed_precision' must be a format of this device, "
+                f"but got bfloat16 on {this_device()}. Use float16, for example "
+                f"mixed_precision='fp16'."
             ) from error
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)
     elif settings.dtype == ms.float16:
         scale = dynamic_loss_scale(
-            settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval
+            settings.init_scale,
+            settings.growth_factor,
+            settings.backoff_factor,
+            settings.growth_interval,
         )
     if scale.scales and scale.skips_overflow and clamps_overflow():
         raise ValueError(
-            f"For '{owner}', the loss scale skips windows with an Inf, which Ascend's saturation mode never produces. "
-            f"Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and later), or train in float32 or bfloat16."
+            f"For '{owner}', the loss scale skips windows with an Inf, which Ascend's saturation "
+            f"mode never produces. Set MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE (Atlas A2 and "
+            f"later), or train in float32 or bfloat16."
         )
     # Read without running an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
@@ -223,8 +259,9 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
     fixed = (type(None), amp.FixedLossScaleManager, amp.StaticLossScaler)  # They adjust nothing.
     if networks > 1 and kind not in fixed:
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must make a loss scale for each network, but got one "
-            f"{kind.__name__} for {networks}. Give a name, or a MixedPrecision without a loss_scale."
+            f"For '{owner}', the argument 'mixed_precision' must make a loss scale for each "
+            f"network, but got one {kind.__name__} for {networks}. Give a name, or a "
+            f"MixedPrecision without a loss_scale."
         )
 
 
@@ -236,7 +273,9 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     if type(cell) is nn.DynamicLossScaleUpdateCell:
         factor = cell.scale_factor.asnumpy().item()
         interval = cell.scale_window.asnumpy().item()
-        return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
+        return MixedPrecision(
+            ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval
+        )
     if type(cell) is nn.FixedLossScaleUpdateCell:
         mixed_precision = amp.FixedLossScaleManager(cell.get_loss_scale())
     if isinstance(mixed_precision, _CHOOSERS):
@@ -247,6 +286,6 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
         return NAMES[check_choice(owner, "mixed_precision", mixed_precision, tuple(NAMES), remedy)]
     remedy = f"Did you mean {meant}?" if meant else "For example mixed_precision='fp16'."
     raise TypeError(
-        f"For '{owner}', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
-        f"LossScaleManager or None, but got {mixed_precision!r}. {remedy}"
+        f"For '{owner}', the argument 'mixed_precision' must be a name, a MixedPrecision, a "
+        f"LossScaler, a LossScaleManager or None, but got {mixed_precision!r}. {remedy}"
     )

@@ -81,7 +81,9 @@ class _StandIn(nn.Cell):
         super().__init__()
         self.number_of_token_loss = number  # The rewritten cell has it, too.
 
-    def construct(self, a: object, b: object = None, c: object = None, d: object = None, e: object = None) -> object:
+    def construct(
+        self, a: object, b: object = None, c: object = None, d: object = None, e: object = None
+    ) -> object:
         return a
 
 
@@ -100,7 +102,8 @@ def _with_token_losses(owner: str, loss_cell: nn.Cell, precision: Precision) -> 
     halves = []
     for each in losses:
         backbone: Any = each.backbone
-        if list(backbone.get_parameters()):  # Else it may be nn.Identity, which MindSpore cannot rewrite.
+        if list(backbone.get_parameters()):
+            # Else it may be nn.Identity, which MindSpore cannot rewrite.
             backbone = _converted(owner, backbone, precision)
         halves.append(each.around(backbone, precision.dtype))
     _fill_in(converted, halves)
@@ -121,9 +124,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     found = levels_of(cell for _, cell in network.cells_and_names())
     if found - {level}:
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must be the present level of the network, "
-            f"{' and '.join(sorted(found))}, but got {level}. A network cannot be converted twice: give that level, "
-            f"or another network."
+            f"For '{owner}', the argument 'mixed_precision' must be the present level of the "
+            f"network, {' and '.join(sorted(found))}, but got {level}. A network cannot be "
+            f"converted twice: give that level, or another network."
         )
     if found:
         return network
@@ -140,8 +143,8 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         if isinstance(error, NameError):
             remedy = "define the classes of the network outside of functions"
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must fit MindSpore's conversion, but got {level}: "
-            f"{str(error).splitlines()[0]}. Give level 'O2', or {remedy}."
+            f"For '{owner}', the argument 'mixed_precision' must fit MindSpore's conversion, but "
+            f"got {level}: {str(error).splitlines()[0]}. Give level 'O2', or {remedy}."
         ) from error
     finally:
         os.chdir(here)

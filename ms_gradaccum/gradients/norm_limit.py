@@ -107,7 +107,9 @@ class NormSpikeLimit(NormLimit):
         # A window with an overflow or without weight has no norm.
         counts = ops.logical_and(updated, ops.isfinite(norm))
         is_here = ops.logical_and(self.places == seen % self.windows, counts)
-        done = ops.assign(self.norms, ops.select(is_here, ops.broadcast_to(norm, norms.shape), norms))
+        done = ops.assign(
+            self.norms, ops.select(is_here, ops.broadcast_to(norm, norms.shape), norms)
+        )
         return ops.depend(decided, (done, ops.assign(self.seen, seen + ops.cast(counts, ms.int32))))
 
 
@@ -128,7 +130,7 @@ def check_skip_above(owner: str, skip_above: SkipAbove) -> NoNormLimit:
         return NormSpikeLimit(skip_above)
     if isinstance(skip_above, bool) or not isinstance(skip_above, (int, float)):
         raise TypeError(
-            f"For '{owner}', the argument 'skip_above' must be a norm, a NormSpike or None, but got "
-            f"{typed(skip_above)}. For example skip_above=NormSpike()."
+            f"For '{owner}', the argument 'skip_above' must be a norm, a NormSpike or None, but "
+            f"got {typed(skip_above)}. For example skip_above=NormSpike()."
         )
     return NormLimit(check_float(owner, "skip_above", skip_above, "Typical norms are 1 to 100."))

@@ -69,9 +69,14 @@ def create_trainer(
     Supported Platforms:
         ``GPU`` ``CPU``
     """
-    remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
+    remedy = (
+        f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or "
+        f"fit()."
+    )
     if check_bool(_OWNER, "ema", ema, remedy):
-        raise ValueError(f"For '{_OWNER}', the argument 'ema' must be False, but got True. {remedy}")
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'ema' must be False, but got True. {remedy}"
+        )
     from mindcv.utils.amp import auto_mixed_precision
     from mindcv.utils.trainer_factory import add_loss_network
 
@@ -108,7 +113,9 @@ def _loss_scale(kind: object, value: object, drops: object) -> Any:
     remedy = "A fixed scale stays; a dynamic one adapts."
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
     value = check_float(_OWNER, "loss_scale", value, "1.0 scales nothing.")
-    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It skips windows with an Inf or a NaN.")
+    drops = check_bool(
+        _OWNER, "drop_overflow_update", drops, "It skips windows with an Inf or a NaN."
+    )
     if name == "dynamic":
         return amp.DynamicLossScaler(value, scale_factor=2, scale_window=2000)
     return amp.FixedLossScaleManager(value, drops)

@@ -19,7 +19,9 @@ _UNUSED = ("parallel_config", "lr_scheduler")
 # Settings that must be off, with the remedy.
 _OFF = {
     "local_norm": "The norm is that of the window's mean gradient over all parameters.",
-    "grouped_lr_scheduler": "Give one lr_schedule: the monitor reads grouped rates from mindformers' own step.",
+    "grouped_lr_scheduler": (
+        "Give one lr_schedule: the monitor reads grouped rates from mindformers' own step."
+    ),
     "print_separate_loss": "The report has the sum of the terms.",
 }
 
@@ -90,7 +92,10 @@ class AccumulatedStep(TrainOneStepCell):
         # The trainer gives None for settings that the YAML file lacks.
         per_token = calculate_per_token_loss or False
         check_bool(
-            _OWNER, "calculate_per_token_loss", per_token, "True is for a network that returns (loss_sum, weight)."
+            _OWNER,
+            "calculate_per_token_loss",
+            per_token,
+            "True is for a network that returns (loss_sum, weight).",
         )
         clip = None
         if check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm."):
@@ -101,7 +106,9 @@ class AccumulatedStep(TrainOneStepCell):
         loss_cell = network if is_legacy else SummedLoss(network, per_token)
         loss_cell = GradAccumulation(loss_cell, micro_size, weighted=per_token)
         precision = precision_of(_OWNER, scale_sense)
-        super().__init__(loss_cell, optimizer, clip=clip, skip_above=skip_above, mixed_precision=precision)
+        super().__init__(
+            loss_cell, optimizer, clip=clip, skip_above=skip_above, mixed_precision=precision
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> Tensors:  # type: ignore[override]
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
@@ -120,16 +127,23 @@ class AccumulatedStep(TrainOneStepCell):
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         raise ValueError(
-            f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, but got "
-            f"semi-auto-parallel. There MFTrainOneStepCell accumulates by itself: use gradient_accumulation_steps."
+            f"For '{_OWNER}', the argument 'parallel_mode' must be stand-alone or data parallel, "
+            f"but got semi-auto-parallel. There MFTrainOneStepCell accumulates by itself: use "
+            f"gradient_accumulation_steps."
         )
     unused = set(_UNUSED)
     if is_legacy:
-        unused.add("print_separate_loss")  # A legacy model returns one loss, despite the trainer's default.
+        # A legacy model returns one loss, despite the trainer's default.
+        unused.add("print_separate_loss")
     for name, value in settings.items():
         if name not in unused and (value or name not in _OFF):
-            remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
-            raise ValueError(f"For '{_OWNER}', the argument '{name}' must be left out, but got {value!r}. {remedy}")
+            remedy = _OFF.get(
+                name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense."
+            )
+            raise ValueError(
+                f"For '{_OWNER}', the argument '{name}' must be left out, but got {value!r}. "
+                f"{remedy}"
+            )
 
 
 MindFormerRegister.register_cls(AccumulatedStep, module_type=MindFormerModuleType.WRAPPER)

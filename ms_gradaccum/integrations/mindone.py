@@ -40,10 +40,14 @@ class ModelLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
         self.columns = tuple(columns)
-        if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+        if (
+            isinstance(columns, str)
+            or not columns
+            or not all(isinstance(name, str) for name in columns)
+        ):
             raise TypeError(
-                f"For 'ModelLoss', the argument 'columns' must be the names of the model's inputs, but got {columns!r}."
-                f" For example ('input_ids', 'labels')."
+                f"For 'ModelLoss', the argument 'columns' must be the names of the model's inputs, "
+                f"but got {columns!r}. For example ('input_ids', 'labels')."
             )
 
     def construct(self, *inputs: Tensor) -> Tensor:
@@ -108,11 +112,19 @@ def train_step(
     for name, value in (("ema", ema), ("zero_helper", zero_helper)):
         if value is not None:
             got = type(value).__name__
-            raise ValueError(f"For '{_OWNER}', the argument '{name}' must be None, but got {got}. {remedies[name]}")
+            raise ValueError(
+                f"For '{_OWNER}', the argument '{name}' must be None, but got {got}. "
+                f"{remedies[name]}"
+            )
     clip = None
     if check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm."):
         clip = ClipByGlobalNorm(clip_norm)
-    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It skips windows with an Inf or a NaN.")
+    drops = check_bool(
+        _OWNER,
+        "drop_overflow_update",
+        drop_overflow_update,
+        "It skips windows with an Inf or a NaN.",
+    )
     with scale_taken_out():
         return TrainOneStepCell(
             GradAccumulation(network, micro_size),

@@ -93,8 +93,8 @@ def create_train_step_fn(
     def train_step_fn(images: Tensor, labels: Tensor, optimizer_update: bool = True) -> Report:
         if not optimizer_update:
             raise ValueError(
-                f"For '{_OWNER}', mindyolo's setting 'accumulate' must be 1, but got more. Give a larger "
-                f"per_batch_size and micro_size={micro_size}."
+                f"For '{_OWNER}', mindyolo's setting 'accumulate' must be 1, but got more. Give a "
+                f"larger per_batch_size and micro_size={micro_size}."
             )
         output = step(images, labels, images)
         if ema is not None and output.updated:

@@ -29,7 +29,13 @@ from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import check_scale_of_each
 from ms_gradaccum.loops.dataloader import prepare
 from ms_gradaccum.loops.loop_driver import UNWEIGHTED, LoopDriver
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, check_in_graph, chosen_of, only_of, pair_networks
+from ms_gradaccum.loops.network_trainer import (
+    TrainedNetwork,
+    check_in_graph,
+    chosen_of,
+    only_of,
+    pair_networks,
+)
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.parallel.saved_shards import gather_when_saved, whole_parameters
@@ -164,8 +170,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
             settings = StepSettings.checked(_OWNER, **options)
             if settings.clip.is_own and len(pairs) > 1:
                 raise ValueError(
-                    f"For 'Accumulator', a clip of your own is for one network, but got {settings.clip!r} for "
-                    f"{len(pairs)}. Build an Accumulator for each."
+                    f"For 'Accumulator', a clip of your own is for one network, but got "
+                    f"{settings.clip!r} for {len(pairs)}. Build an Accumulator for each."
                 )
             windows.append(TrainedNetwork(*pair, settings, self.config, self.events))
         self.windows = windows
@@ -198,7 +204,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
                 cell.set_train(mode)
         return self
 
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+    def parameters_and_names(
+        self, name_prefix: str = "", expand: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
         """Iterate over all parameters of the training, see ``nn.Cell.parameters_and_names``."""
         for each in self.windows:
             each.count.read()  # It writes the number of batches, if the host has not yet.
@@ -219,9 +227,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         for parameter in self.get_parameters():
             if seen.setdefault(parameter.name, parameter) is not parameter:
                 raise ValueError(
-                    f"For 'Accumulator', the parameters of networks and optimizers must have different names, but "
-                    f"got two {parameter.name!r}. Rename one, such as optimizer.global_step.name = '...', or use "
-                    f"save_state() and load_state()."
+                    f"For 'Accumulator', the parameters of networks and optimizers must have "
+                    f"different names, but got two {parameter.name!r}. Rename one, such as "
+                    f"optimizer.global_step.name = '...', or use save_state() and load_state()."
                 )
         replaced: dict[Parameter, Parameter] = super().init_parameters_data(auto_parallel_mode)
         return replaced
@@ -240,7 +248,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
-    def prepare(self, first: _A, second: _B, /, *others: "Unpack[_Others]") -> "tuple[_A, _B, Unpack[_Others]]": ...
+    def prepare(
+        self, first: _A, second: _B, /, *others: "Unpack[_Others]"
+    ) -> "tuple[_A, _B, Unpack[_Others]]": ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
@@ -307,7 +317,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
             loss (Tensor): A loss, of any shape and floating-point dtype.
             network (Cell, optional): The network, if there are several. Default: ``None``, the only one.
         """
-        check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give the loss that is differentiated.")
+        check_type(
+            _OWNER, "loss", loss, Tensor, "a tensor", "Give the loss that is differentiated."
+        )
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(
@@ -349,14 +361,24 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         reduction: _Reduction = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
-        check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says how the loss combines its rows.")
+        check_choice(
+            _OWNER,
+            "reduction",
+            reduction,
+            ("mean", "sum"),
+            "It says how the loss combines its rows.",
+        )
         trained = only_of(self.windows, network)
         # Sums need no weight: each row counts alike in their sum.
         if weight is None and reduction == "sum":
             weight = 1.0
         weight = self.driver.weight_of(weight, trained)
         if trained.reducers[0].accumulates and not self.driver.in_batch:
-            raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
+            raise RuntimeError(
+                UNKNOWN_LAST.format(
+                    owner=_OWNER, got="gradients that were taken outside accumulate()"
+                )
+            )
         with self.driver.batch_of(trained):
             self.driver.recognise((), weight)
             factor = weight if reduction == "mean" else 1.0
@@ -399,11 +421,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         self._check_all(parameters)
         if norm_type != 2.0:
             raise ValueError(
-                f"For 'Accumulator', the argument 'norm_type' must be 2, but got {typed(norm_type)}. Leave it out."
+                f"For 'Accumulator', the argument 'norm_type' must be 2, but got "
+                f"{typed(norm_type)}. Leave it out."
             )
         return self.clip_grad_norm(max_norm)
 
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> Tensor | None:
+    def clip_grad_value_(
+        self, parameters: Tensor | Iterable[Tensor], clip_value: float
+    ) -> Tensor | None:
         """Clip as :meth:`clip_grad_value` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
         return self.clip_grad_value(clip_value)
@@ -417,12 +442,14 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
                 for each in optimizer.parameters:
                     if id(each) not in given:
                         raise ValueError(
-                            f"For 'Accumulator', the argument 'parameters' must contain all trained parameters, but "
-                            f"got none of {each.name!r}. The norm is that of the whole gradient; for groups see "
-                            f"ClipByGroupNorm."
+                            f"For 'Accumulator', the argument 'parameters' must contain all "
+                            f"trained parameters, but got none of {each.name!r}. The norm is that "
+                            f"of the whole gradient; for groups see ClipByGroupNorm."
                         )
 
-    def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_norm(
+        self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None
+    ) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -436,7 +463,9 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         _refuse_more("max_norm", more, "clip_grad_norm")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(self, limit: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_value(
+        self, limit: float, *more: NoReturn, network: nn.Cell | None = None
+    ) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
         _refuse_more("limit", more, "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
@@ -447,8 +476,8 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
         for trained in full:
             if trained.full is not None and type(trained.full.clip) not in (type(None), type(clip)):
                 raise RuntimeError(
-                    "For 'Accumulator', an update must be clipped by norm or by value, but got both. Call only one "
-                    "of clip_grad_norm() and clip_grad_value()."
+                    "For 'Accumulator', an update must be clipped by norm or by value, but got "
+                    "both. Call only one of clip_grad_norm() and clip_grad_value()."
                 )
         for trained in chosen:
             trained.last_clip = clip
@@ -478,7 +507,11 @@ class Accumulator(FrozenAfterInit, NonCopyable, Observed, nn.Cell):
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
         """Discard a full window that has not been stepped. After `step` and before `backward`, it does nothing."""
         for trained in chosen_of(self.windows, network):
-            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.driver.in_batch):
+            if (
+                self.sync_gradients
+                and trained.is_open
+                and (trained.has_batch or not self.driver.in_batch)
+            ):
                 trained.throw_away()
 
     def flush(self) -> _Outputs:
@@ -507,8 +540,8 @@ def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
     """Raise if a method that takes one argument gets Accelerate's two."""
     if more:
         raise TypeError(
-            f"For 'Accumulator', the argument '{name}' must be given alone, but got {1 + len(more)} arguments. Call "
-            f"{method}(1.0), or {method}_(parameters, 1.0)."
+            f"For 'Accumulator', the argument '{name}' must be given alone, but got "
+            f"{1 + len(more)} arguments. Call {method}(1.0), or {method}_(parameters, 1.0)."
         )
 
 

@@ -53,10 +53,15 @@ class Sources(NamedTuple):
 
     def check_known(self, data: object, ranks: int) -> None:
         """Warn if a resumed pass will have another order."""
-        if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
+        if (
+            self.seed == _UNSET
+            and ranks > 1
+            and isinstance(data, Dataset)
+            and not _is_repeated(data)
+        ):
             warn(
-                "For 'save_state', each process shuffles with its own random seed, so that a resumed pass will have "
-                "another order. Call mindspore.dataset.config.set_seed()."
+                "For 'save_state', each process shuffles with its own random seed, so that a "
+                "resumed pass will have another order. Call mindspore.dataset.config.set_seed()."
             )
 
     @contextmanager
@@ -80,7 +85,9 @@ def _is_repeated(dataset: Dataset) -> bool:
     """Return whether a pipeline has the same order without a seed: sequential, or distributed among the ranks."""
     if dataset.children and not isinstance(dataset, ShuffleDataset):
         return all(map(_is_repeated, dataset.children))
-    return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
+    return isinstance(
+        getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler)
+    )
 
 
 def _draws_in_python(dataset: object) -> bool:
@@ -93,7 +100,10 @@ def _draws_in_python(dataset: object) -> bool:
         if callable(getattr(dataset, name, None)):
             return True
     for operation in getattr(dataset, "operations", []):
-        if not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY:
+        if (
+            not hasattr(operation, "parse")
+            or getattr(operation, "implementation", None) == Implementation.PY
+        ):
             return True
     return any(map(_draws_in_python, dataset.children))
 
@@ -103,7 +113,11 @@ def is_unbatched(dataset: object) -> bool:
     pipeline = [dataset]
     for each in pipeline:
         # A generator may hand out batches, and may not be asked twice.
-        if type(each) is ds.GeneratorDataset or "Batch" in type(each).__name__ or not isinstance(each, Dataset):
+        if (
+            type(each) is ds.GeneratorDataset
+            or "Batch" in type(each).__name__
+            or not isinstance(each, Dataset)
+        ):
             return False
         pipeline += each.children
     return True
@@ -113,7 +127,8 @@ def warn_of_single_rows(owner: str, columns: Iterable[Any]) -> None:
     """Warn if these columns of a dataset that was not batched are those of a single row, where one has no axis."""
     if any(not column.shape for column in columns):
         warn(
-            f"For '{owner}', the dataset has no batch(): it hands out single rows. Call dataset.batch(32), for example."
+            f"For '{owner}', the dataset has no batch(): it hands out single rows. Call "
+            f"dataset.batch(32), for example."
         )
 
 
@@ -163,7 +178,8 @@ class DataPosition(NamedTuple):
     length: int | None  # Number of batches of a pass on this rank, if known.
     sources: Sources | None  # Sources of the order of this pass.
     ranks: int = 1  # Number of processes that have saved a loaded position, and shared the data.
-    random_now: State | None = None  # States of Python and NumPy to restore after the resumed pass has begun.
+    # States of Python and NumPy to restore after the resumed pass has begun.
+    random_now: State | None = None
     first_epoch: int = 0  # Number of the pass that the sources belong to.
 
     def state_dict(self) -> State:
@@ -182,7 +198,10 @@ class DataPosition(NamedTuple):
         counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
         if sources is not None or counts["batches"] is not None:
-            rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
+            rules = {
+                "seed": lambda seed: is_count(seed) and int(seed) < 2**32,
+                "random": lambda states: True,
+            }
             checked = check_saved(sources, "the seed of its data", rules)
             states = checked_random_states(checked["random"], "the state", has_device=False)
             sources = Sources(checked["seed"], states)
@@ -206,8 +225,8 @@ class DataPosition(NamedTuple):
             return self
         if abs(self.length * self.ranks - length * ranks) >= max(self.ranks, ranks):
             raise DamagedState(
-                f"the state belongs to data with {self.length} batches on each of {self.ranks} processes, but got "
-                f"data with {length} on each of {ranks}"
+                f"the state belongs to data with {self.length} batches on each of {self.ranks} "
+                f"processes, but got data with {length} on each of {ranks}"
             )
         if self.batches is None:
             return self._replace(length=length)
@@ -219,7 +238,8 @@ class SampleOrder:
     """The order of the samples in a Model's training, which is recorded, or restored from a loaded state."""
 
     sources: Sources | None = None  # None before the data begins.
-    resumed: DataPosition | None = None  # The position of a loaded state, until its first batch is taken.
+    # The position of a loaded state, until its first batch is taken.
+    resumed: DataPosition | None = None
 
     def __init__(self, dataset: Dataset, ranks: int, first_epoch: int) -> None:
         self.dataset = dataset

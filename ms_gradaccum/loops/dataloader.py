@@ -11,7 +11,13 @@ from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum._checks import State, typed
-from ms_gradaccum.loops.data_position import DataPosition, Sources, is_unbatched, rest_of, warn_of_single_rows
+from ms_gradaccum.loops.data_position import (
+    DataPosition,
+    Sources,
+    is_unbatched,
+    rest_of,
+    warn_of_single_rows,
+)
 from ms_gradaccum.loops.loop_data import Handed, HandedBatches, arrays_in
 from ms_gradaccum.loops.loop_driver import LoopDriver
 from ms_gradaccum.loops.schedule import PreparedScheduler
@@ -50,8 +56,9 @@ class PreparedDataset:
         if isinstance(self.dataset, Sized):
             return len(self.dataset)
         raise TypeError(
-            f"For 'Accumulator', the argument 'dataset' must have a length, but got {type(self.dataset).__name__}. "
-            f"The ranks must know who has batches left: give it a __len__."
+            f"For 'Accumulator', the argument 'dataset' must have a length, but got "
+            f"{type(self.dataset).__name__}. The ranks must know who has batches left: give it a "
+            f"__len__."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -62,8 +69,9 @@ class PreparedDataset:
             return functools.partial(self._call, name) if callable(value) else value
         if name in _ITERATORS:
             raise AttributeError(
-                f"For 'Accumulator', the argument 'dataset' must be one of mindspore.dataset for {name}(), but got "
-                f"{type(self.dataset).__name__}. Loop over the object that prepare() returned."
+                f"For 'Accumulator', the argument 'dataset' must be one of mindspore.dataset for "
+                f"{name}(), but got {type(self.dataset).__name__}. Loop over the object that "
+                f"prepare() returned."
             )
         return value
 
@@ -76,8 +84,8 @@ class PreparedDataset:
         result: object = method(*args, **kwargs)
         if isinstance(result, Dataset):
             raise TypeError(
-                f"For 'Accumulator', the argument 'dataset' must be complete before prepare(), but got {name}() "
-                f"afterwards. Call prepare() last."
+                f"For 'Accumulator', the argument 'dataset' must be complete before prepare(), but "
+                f"got {name}() afterwards. Call prepare() last."
             )
         return result
 
@@ -87,7 +95,8 @@ class PreparedDataset:
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch. ``iterate`` takes them from a MindSpore pipeline."""
         taken, sources, random_now = self._begin()
-        missing = 0  # The number of batches more than this process that the one with the most has left.
+        # The number of batches more than this process that the one with the most has left.
+        missing = 0
         if self.ranks > 1:
             left = len(self) - taken
             lengths = gather_counts("begins a pass over its data", left)
@@ -102,7 +111,9 @@ class PreparedDataset:
             pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
             for place, (batch, following) in enumerate(pairs, taken + 1):
                 is_last = following is _END and missing == 0
-                self.driver.data.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
+                self.driver.data.hand_out(
+                    Handed(self.handed, batch, self.epoch, place, is_last, sources)
+                )
                 yield batch
                 # The loop has trained this row, and has not collected others with it.
                 is_trained = place == 1 and self.handed.current is self.handed.newest
@@ -145,8 +156,9 @@ class PreparedDataset:
             return DataPosition(self.epoch, None, length, None)
         if self.ranks > 1 and newest.place > self.common:
             raise RuntimeError(
-                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
-                f"{newest.place} where some have only {self.common}. Save it earlier, or after the pass."
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but "
+                f"got batch {newest.place} where some have only {self.common}. Save it earlier, or "
+                f"after the pass."
             )
         newest.origin.check_known(self.dataset, self.ranks)
         return DataPosition(self.epoch, newest.place, length, newest.origin)
@@ -188,6 +200,6 @@ def prepare(item: object, driver: LoopDriver) -> object:
     if isinstance(item, Iterable) and not isinstance(item, type):
         return PreparedDataset(item, driver)
     raise TypeError(
-        f"For '{_OWNER}', the argument 'objects' must be a dataset, a learning rate scheduler or a Cell, but got "
-        f"{typed(item)}. Give the data of the loop."
+        f"For '{_OWNER}', the argument 'objects' must be a dataset, a learning rate scheduler or a "
+        f"Cell, but got {typed(item)}. Give the data of the loop."
     )

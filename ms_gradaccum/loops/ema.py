@@ -72,43 +72,54 @@ class EMA(FrozenAfterInit, Extra, Callback):
         [[2.04]] ema.weight
     """
 
-    weights: tuple[Parameter, ...] = ()  # The averaged parameters; empty until the EMA belongs to a training step.
+    # The averaged parameters; empty until the EMA belongs to a training step.
+    weights: tuple[Parameter, ...] = ()
     values: tuple[Parameter, ...] = ()  # Their averages.
     kept: Tensors = ()  # Their values while the averages are in the network.
 
-    def __init__(self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True) -> None:
+    def __init__(
+        self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True
+    ) -> None:
         super().__init__(auto_prefix=False)
         remedy = "0.9999 is usual: it averages about 10000 updates."
         self.decay = check_float(_OWNER, "decay", decay, remedy, below=1)
-        self.warmup_updates = check_float(_OWNER, "warmup_updates", warmup_updates, "0 means no growth.", least=0)
+        self.warmup_updates = check_float(
+            _OWNER, "warmup_updates", warmup_updates, "0 means no growth.", least=0
+        )
         # The share 1 - d_t, computed in float64: with a float32 decay, the relative error of 1 - decay would be 1e-4.
         shares = [1.0 - self.decay, 0.0, 0.0]
         if self.warmup_updates:
             shares[1:] = [self.decay, 1.0 / self.warmup_updates]
         self._shares = [Tensor(share, ms.float32) for share in shares]
-        self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
+        self.trainable_only = check_bool(
+            _OWNER, "trainable_only", trainable_only, "The default is True."
+        )
         self._evaluation = ExitStack()  # Restores the weights after an evaluation.
         self._is_built = True
 
     def attach(self, step: Observed) -> None:
         if self.weights or any(isinstance(each, EMA) for each in step.extras):
             raise ValueError(
-                "For 'EMA', a training step must have one EMA of its own, but got a second EMA or step. Build an EMA "
-                "for each step."
+                "For 'EMA', a training step must have one EMA of its own, but got a second EMA or "
+                "step. Build an EMA for each step."
             )
         window = _window_of(step)
         network = window.network
         candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
-        weights = tuple(parameter for parameter in candidates if parameter.dtype in mstype.float_type)
+        weights = tuple(
+            parameter for parameter in candidates if parameter.dtype in mstype.float_type
+        )
         if not weights:
             raise ValueError(
-                "For 'EMA', the network must have parameters to average, but got 0. Set requires_grad, or "
-                "trainable_only=False."
+                "For 'EMA', the network must have parameters to average, but got 0. Set "
+                "requires_grad, or trainable_only=False."
             )
         network.init_parameters_data()
         self._window = window
         window.reshard()
-        self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
+        self.values = ParameterTuple(
+            zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights
+        )
         self.count = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
         self.tensor_chunks = chunks_of([value.size for value in self.values])
@@ -126,14 +137,17 @@ class EMA(FrozenAfterInit, Extra, Callback):
         done: Done = ()
         for begin, end in self.tensor_chunks:
             move = ops.partial(_move, copy_after(share, done))
-            done = map_tensors(move, chunk_of(self.values, begin, end), chunk_of(self.weights, begin, end))
+            done = map_tensors(
+                move, chunk_of(self.values, begin, end), chunk_of(self.weights, begin, end)
+            )
         return copy_after(share, done)
 
     def start(self) -> None:
         """Before the first update, copy the weights, which may have been loaded after `attach`."""
         if not self.weights:
             raise RuntimeError(
-                "For 'EMA', the EMA must belong to a training step, but got none. Call train_step.add_callback(ema)."
+                "For 'EMA', the EMA must belong to a training step, but got none. Call "
+                "train_step.add_callback(ema)."
             )
         self.check_can_save(_OWNER)
         self._window.reshard()
@@ -144,8 +158,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         """Raise if the averages are in the network."""
         if self.kept:
             raise RuntimeError(
-                f"For '{owner}', the network must have its own weights, but got the averages of an EMA. Leave "
-                f"ema.swapped() first."
+                f"For '{owner}', the network must have its own weights, but got the averages of an "
+                f"EMA. Leave ema.swapped() first."
             )
 
     @property
@@ -189,8 +203,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         size = params.get("sink_size")
         if params.get("dataset_sink_mode") and size != 1:
             raise ValueError(
-                f"For 'EMA', the argument 'sink_size' must be 1 in data sink mode, but got {size}. Give sink_size=1, "
-                f"or dataset_sink_mode=False."
+                f"For 'EMA', the argument 'sink_size' must be 1 in data sink mode, but got {size}. "
+                f"Give sink_size=1, or dataset_sink_mode=False."
             )
         self.start()  # A graph does not announce its updates.
 
@@ -200,8 +214,8 @@ class EMA(FrozenAfterInit, Extra, Callback):
         evaluated = set(map(id, run_context.original_args().eval_network.get_parameters()))
         if evaluated.isdisjoint(map(id, self.weights)):
             raise ValueError(
-                "For 'EMA', the argument 'eval_network' must have the averaged weights, but got another network. "
-                "Evaluate the Model that trains it, or leave the EMA out."
+                "For 'EMA', the argument 'eval_network' must have the averaged weights, but got "
+                "another network. Evaluate the Model that trains it, or leave the EMA out."
             )
         if not self.kept:
             self._evaluation.enter_context(self.swapped())
@@ -217,11 +231,14 @@ def _window_of(step: Any) -> Any:
     window, *others = step.windows
     if others:
         raise ValueError(
-            "For 'EMA', an EMA averages one network, but got an Accumulator of several. Build an Accumulator for the "
-            "network to average."
+            "For 'EMA', an EMA averages one network, but got an Accumulator of several. Build an "
+            "Accumulator for the network to average."
         )
     if not window.reducers:
-        raise ValueError("For 'EMA', an EMA needs whole weights, but got AutoParallel. Use DataParallel() or HSDP().")
+        raise ValueError(
+            "For 'EMA', an EMA needs whole weights, but got AutoParallel. Use DataParallel() or "
+            "HSDP()."
+        )
     return window
 
 

@@ -17,12 +17,16 @@ from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Model"
-LastWindow = Literal["apply", "drop", "carry"]  # The treatment of an unfinished window at the end of the data.
+# The treatment of an unfinished window at the end of the data.
+LastWindow = Literal["apply", "drop", "carry"]
 _PASSES_ONLY = "A saved state counts passes over the data, not sinks."
 
 
 def check_last_window(owner: str, value: object) -> str:
-    remedy = "'apply' makes one more update, 'drop' discards the window, 'carry' continues it in the next pass."
+    remedy = (
+        "'apply' makes one more update, 'drop' discards the window, 'carry' continues it in the "
+        "next pass."
+    )
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
 
@@ -46,8 +50,8 @@ class StopTogether(Callback):
         if ranks and 0 in stops:
             run_context.request_stop()
             warn(
-                f"For '{_OWNER}', only ranks {ranks} have called request_stop(), and all ranks stop now. Let a "
-                f"callback decide by a metric of all ranks."
+                f"For '{_OWNER}', only ranks {ranks} have called request_stop(), and all ranks "
+                f"stop now. Let a callback decide by a metric of all ranks."
             )
 
 
@@ -86,9 +90,10 @@ class Passes:
         self.missing += left - batches
         self.done += left - batches
         warn(
-            f"For '{_OWNER}', the argument 'train_dataset' must yield the {left} batches of its get_dataset_size(), "
-            f"but got {batches}: windows end by that size, and a resumed training may begin at another batch. Make "
-            f"all passes equally long, or use an Accumulator."
+            f"For '{_OWNER}', the argument 'train_dataset' must yield the {left} batches of its "
+            f"get_dataset_size(), but got {batches}: windows end by that size, and a resumed "
+            f"training may begin at another batch. Make all passes equally long, or use an "
+            f"Accumulator."
         )
 
 
@@ -101,7 +106,12 @@ class PassSteps(Callback):
     updates: int | None = None
 
     def __init__(
-        self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int, epochs: int
+        self,
+        model: ms.Model,
+        callbacks: Sequence[Callback],
+        dataset: Dataset,
+        first_epoch: int,
+        epochs: int,
     ) -> None:
         super().__init__()
         self.model = model
@@ -122,8 +132,9 @@ class PassSteps(Callback):
         if self.model.resumed_position is None:
             if not self.checkpoints:
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'callbacks' must be a list with a StateCheckpoint for resume=True, "
-                    f"but got none. Give StateCheckpoint(directory), or call load_state(model, directory) first."
+                    f"For '{_OWNER}', the argument 'callbacks' must be a list with a "
+                    f"StateCheckpoint for resume=True, but got none. Give "
+                    f"StateCheckpoint(directory), or call load_state(model, directory) first."
                 )
             self.checkpoints[0].resume_into(self.model)
         position = self.model.resumed_position
@@ -144,13 +155,14 @@ class PassSteps(Callback):
         passes = self.passes
         if passes.in_sinks:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but got another. "
-                f"{_PASSES_ONLY}"
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 where a state is saved, but "
+                f"got another. {_PASSES_ONLY}"
             )
         if not passes.is_common:
             raise RuntimeError(
-                f"For '{_OWNER}', all processes must still have data when a state is saved, but got batch "
-                f"{passes.batches} where some have only {passes.common}. Save it earlier, or at the end of the pass."
+                f"For '{_OWNER}', all processes must still have data when a state is saved, but "
+                f"got batch {passes.batches} where some have only {passes.common}. Save it "
+                f"earlier, or at the end of the pass."
             )
         return self.order.position(passes.done // passes.steps, passes.batches)
 
@@ -173,23 +185,29 @@ class PassSteps(Callback):
         passes = self.passes
         if passes.common != passes.steps:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'dataset_sink_mode' must be False if the processes have different "
-                f"numbers of batches, but got True. Then each process ends with its own data."
+                f"For '{_OWNER}', the argument 'dataset_sink_mode' must be False if the processes "
+                f"have different numbers of batches, but got True. Then each process ends with its "
+                f"own data."
             )
         got = f"{sink_size} with {self.order.length} batches in a pass"
         if self.checkpoints or self.order.resumed is not None:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, but got {got}. "
-                f"{_PASSES_ONLY}"
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 for a resumable training, "
+                f"but got {got}. {_PASSES_ONLY}"
             )
         length = self.train_step.body.settings.window_length
         is_whole = length.is_fixed and passes.steps % length.most == 0
         is_carried = self.model.last_window == "carry" or is_whole
-        if not is_carried and passes.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
+        if (
+            not is_carried
+            and passes.steps % sink_size != 0
+            and ms.get_context("mode") == ms.GRAPH_MODE
+        ):
             # In data sink mode a sink is one graph, and a pass cannot end inside it.
             raise ValueError(
-                f"For '{_OWNER}', the argument 'sink_size' must be -1 or a divisor of the batches of a pass that ends "
-                f"inside a window, but got {got}. Give last_window='carry', or a pass of whole windows."
+                f"For '{_OWNER}', the argument 'sink_size' must be -1 or a divisor of the batches "
+                f"of a pass that ends inside a window, but got {got}. Give last_window='carry', or "
+                f"a pass of whole windows."
             )
 
     def _check_rates(self, params: InternalCallbackParam) -> None:
@@ -198,7 +216,8 @@ class PassSteps(Callback):
         if not length.is_fixed or length.most == 1:
             return
         if self.updates and params.epoch_num == self.epochs:
-            return  # This training continues none, but its optimizer has used a part of the list before.
+            # This training continues none, but its optimizer has used a part of the list before.
+            return
         rates = listed_rates(self.train_step.optimizer)
         batches = self.epochs * (params.sink_size if self.passes.in_sinks else self.passes.steps)
         updates = self._updates_of(batches)
@@ -207,8 +226,8 @@ class PassSteps(Callback):
         if not rates or is_multiple:
             return
         warn(
-            f"For '{_OWNER}', a list of learning rates must have one entry per update, but got {rates} for {updates} "
-            f"updates of {batches} batches. Build it with {updates} entries."
+            f"For '{_OWNER}', a list of learning rates must have one entry per update, but got "
+            f"{rates} for {updates} updates of {batches} batches. Build it with {updates} entries."
         )
 
     def _updates_of(self, batches: int) -> int:
@@ -261,7 +280,11 @@ class PassSteps(Callback):
         # Of an optimizer without a count, only the last window is known to be skipped.
         updates = windows - (output.ends_window and not output.is_updated)
         # A user's optimizer may leave its count at 0.
-        if self.updates is not None and now is not None and (now or not (output.is_updated or events.updates)):
+        if (
+            self.updates is not None
+            and now is not None
+            and (now or not (output.is_updated or events.updates))
+        ):
             updates = now - self.updates
         events.batches += batches
         events.updates += updates
@@ -273,7 +296,11 @@ class PassSteps(Callback):
         """After this process's last batch, join the steps that only other processes have batches for."""
         stops = self.run_context.get_stop_requested
         in_sinks = self.passes.in_sinks
-        if in_sinks and not stops() and params.cur_epoch_num < self.order.first_epoch + params.epoch_num:
+        if (
+            in_sinks
+            and not stops()
+            and params.cur_epoch_num < self.order.first_epoch + params.epoch_num
+        ):
             return  # The next sink goes on with the pass.
         if self.ranks == 1 and not in_sinks and not stops():
             self.passes.end_shorter()
@@ -301,6 +328,7 @@ class PassSteps(Callback):
             self.train_step.drop()
             step = (self.passes.done - 1) % params.batch_num + 1
             raise ValueError(
-                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {params.cur_epoch_num}, step "
-                f"{step}. LossMonitor ends the training here; without it only this window is skipped."
+                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch "
+                f"{params.cur_epoch_num}, step {step}. LossMonitor ends the training here; without "
+                f"it only this window is skipped."
             )

@@ -74,11 +74,13 @@ class HandedBatches:
     is_open = False  # True if a pass is under way.
     is_ahead = False  # True if the loop fetches batches before it has trained the previous ones.
     is_shuffled = False  # True if the loop trains a pass in another order.
-    restarts = False  # True if passes begin again during a pass over another dataset that is trained with this one.
+    # True if passes begin again during a pass over another dataset that is trained with this one.
+    restarts = False
     current: Handed | None = None  # The batch that was trained last.
     newest: Handed | None = None  # The batch that was handed out last in this pass.
     pieces_before = 0  # Number of pieces of the batch before the current one; 0 if there was none.
-    piece_rows: float | None = None  # Number of rows of the last piece. The next piece is expected to have as many.
+    # Number of rows of the last piece. The next piece is expected to have as many.
+    piece_rows: float | None = None
     # Number of batches waiting when the first batch of the pass was trained, if that batch was not recognised. The loop
     # either fetches ahead or skips batches; its second batch shows which.
     depth = 0
@@ -111,7 +113,9 @@ class HandedBatches:
     @property
     def is_first(self) -> bool:
         """True if no batch of the newest pass was trained yet."""
-        return self.newest is None or self.current is None or self.current.epoch != self.newest.epoch
+        return (
+            self.newest is None or self.current is None or self.current.epoch != self.newest.epoch
+        )
 
     @property
     def _seems_ahead(self) -> bool:
@@ -158,7 +162,11 @@ class HandedBatches:
                 self.is_ahead = batch is not self.newest
                 self.depth = 0
             # The loop has skipped the batches before this one.
-            self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
+            self.waiting = [
+                each
+                for each in self.waiting
+                if (each.epoch, each.place) > (batch.epoch, batch.place)
+            ]
         elif batch in self.waiting:
             self.waiting.remove(batch)
 
@@ -180,7 +188,8 @@ class LoopData:
     """The prepared datasets of a loop, and the batch that it trains: expected first, then recognised by its tensors."""
 
     is_known = False  # True once the current batch was recognised.
-    piece_rows: float | None = None  # The rows of the current batch if it is a piece of an unrecognised one.
+    # The rows of the current batch if it is a piece of an unrecognised one.
+    piece_rows: float | None = None
 
     def __init__(self) -> None:
         # Weak references, since a program may call prepare() for each pass.
@@ -188,7 +197,8 @@ class LoopData:
         self.numbers = itertools.count()
         # Positions from a loaded state at which the datasets continue, by the number of the dataset.
         self.positions: dict[int, DataPosition] = {}
-        self._open: list[HandedBatches] = []  # The passes that have handed out a batch, the innermost last.
+        # The passes that have handed out a batch, the innermost last.
+        self._open: list[HandedBatches] = []
         # The passes that may still be trained. Strong references, since a loop may keep only the batches.
         self._recent: list[HandedBatches] = []
         self.trained: list[HandedBatches] = []  # The sources of the last trained batches.
@@ -205,9 +215,13 @@ class LoopData:
         handed.is_shuffled = False
         handed.newest = None
         handed.depth = 0
-        others = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
+        others = [
+            each for each in self._recent if each is not handed and (each.is_open or each.waiting)
+        ]
         self._recent = [*others[-7:], handed]
-        is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
+        is_inside = handed in self.trained and any(
+            each.is_open for each in self.trained if each is not handed
+        )
         handed.restarts = handed.restarts or is_inside
         return is_inside
 

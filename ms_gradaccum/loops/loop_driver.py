@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ms_gradaccum._checks import State, all_or_nothing, check_saved, check_saved_list, is_count, is_flag, warn
+from ms_gradaccum._checks import (
+    State,
+    all_or_nothing,
+    check_saved,
+    check_saved_list,
+    is_count,
+    is_flag,
+    warn,
+)
 from ms_gradaccum.backend.optimizers import check_claims, optimizers_in
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.loops.loop_data import DataBatch, HandedBatches, LoopData
@@ -15,8 +23,8 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 UNWEIGHTED = (
-    "For 'Accumulator', a batch must have a weight, but got none: all batches and ranks count alike, whatever their "
-    "rows. Call accumulator(grads, len(x), loss), or prepare the dataset."
+    "For 'Accumulator', a batch must have a weight, but got none: all batches and ranks count "
+    "alike, whatever their rows. Call accumulator(grads, len(x), loss), or prepare the dataset."
 )
 _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
@@ -36,7 +44,9 @@ class LoopDriver(WindowDriver):
     is_withheld = False  # True if the current batch has begun inside such a context.
     has_warned_of_rows = False
 
-    def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
+    def __init__(
+        self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events
+    ) -> None:
         super().__init__(networks, events)
         self.config = config
         self.schedulers: list[PreparedScheduler] = []
@@ -49,7 +59,11 @@ class LoopDriver(WindowDriver):
         ``joined`` is a batch that only other processes have.
         """
         if self.in_batch:
-            raise disorder("accumulate() must not be nested", "one inside another", "Write one 'with' per batch.")
+            raise disorder(
+                "accumulate() must not be nested",
+                "one inside another",
+                "Write one 'with' per batch.",
+            )
         self._begin(joined)
         was_open = self.is_open
         self.in_batch = True
@@ -72,7 +86,10 @@ class LoopDriver(WindowDriver):
         check_claims(self.windows)
         self._follow_others()
         if self.is_last_batch and self.is_open:
-            remedy = "Call step() in each batch, or zero_grad() to discard the window; a batch in no_sync() ends none."
+            remedy = (
+                "Call step() in each batch, or zero_grad() to discard the window; a batch in "
+                "no_sync() ends none."
+            )
             raise disorder("a full window must be followed by step()", "another batch", remedy)
         if self.is_last_batch:
             self.batches = 0
@@ -106,7 +123,9 @@ class LoopDriver(WindowDriver):
 
     def _find_end(self, is_end_of_data: bool) -> None:
         """Determine whether the current batch ends the window."""
-        is_full = self.batches >= self.steps or (is_end_of_data and self.config.sync_with_dataloader)
+        is_full = self.batches >= self.steps or (
+            is_end_of_data and self.config.sync_with_dataloader
+        )
         self.is_last_batch = is_full and not self.is_withheld
 
     def _continues_after(self, error: BaseException) -> bool:
@@ -152,7 +171,9 @@ class LoopDriver(WindowDriver):
         if any(trained.count.buffer.counts_in_graph for trained in self.windows):
             return UNSEEN
         if self.in_batch:
-            is_before = self.is_last_batch and (self._awaits_batch or all(each.is_open for each in self.windows))
+            is_before = self.is_last_batch and (
+                self._awaits_batch or all(each.is_open for each in self.windows)
+            )
         else:
             is_before = self.events.batches == 0
         return EARLY if is_before else ""
@@ -162,14 +183,25 @@ class LoopDriver(WindowDriver):
         """Context in which one network adds its batch. Outside `batch` it begins one."""
         if not self.in_batch and len(self.windows) > 1:
             remedy = "Write 'with accumulator.accumulate():' around all calls of one batch."
-            raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
+            raise disorder(
+                "several networks must be trained in accumulate()", "a call outside it", remedy
+            )
         with nullcontext() if self.in_batch else self.batch():
             if trained.has_batch:
-                remedy = "Return the sum of both losses from one cell, or write one 'with' per micro batch."
-                raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+                remedy = (
+                    "Return the sum of both losses from one cell, or write one 'with' per micro "
+                    "batch."
+                )
+                raise disorder(
+                    "a network must have one backward pass in accumulate()", "a second one", remedy
+                )
             if trained.full is not None:
                 remedy = "The norm is that of the whole window, this batch included."
-                raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
+                raise disorder(
+                    "backward() must come before the clipping of its window",
+                    "it afterwards",
+                    remedy,
+                )
             try:
                 yield
             finally:
@@ -213,9 +245,13 @@ class LoopDriver(WindowDriver):
 
     def load_state_dict(self, saved: State) -> None:
         """Restore what `state_dict` has returned. The windows of the networks must have loaded their states before."""
-        flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
+        flags = check_saved(
+            saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag)
+        )
         schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
-        counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
+        counts = check_saved(
+            saved.get("counter"), "how many batches and updates its loop had", _COUNTS
+        )
         with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
@@ -229,9 +265,17 @@ class LoopDriver(WindowDriver):
     def check_between_batches(self, caller: str) -> None:
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
-            raise disorder(f"{caller}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
+            raise disorder(
+                f"{caller}() must come before accumulate() or after backward()",
+                "it in between",
+                _BETWEEN,
+            )
         if any(trained.full is not None for trained in self.windows):
-            raise disorder(f"{caller}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+            raise disorder(
+                f"{caller}() must come before clip_grad_norm() or after step()",
+                "it in between",
+                _BETWEEN,
+            )
 
     def step(self, trained: TrainedNetwork, clip: Clip | None = None) -> StepOutput:
         """End the window of one network; ``clip`` is for a window that the loop has not clipped."""
@@ -251,7 +295,9 @@ class LoopDriver(WindowDriver):
         ends = []
         for trained in self.windows:
             ends += trained.ends.of_optimizers
-        followed = [end for end in ends if scheduler.optimizer in optimizers_in(end.update.optimizer)]
+        followed = [
+            end for end in ends if scheduler.optimizer in optimizers_in(end.update.optimizer)
+        ]
         for end in followed or ends:
             end.followers.append(scheduler.note_update)
 

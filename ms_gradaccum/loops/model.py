@@ -24,11 +24,26 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.advice.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.backend.device import can_partition, has_data_sink
-from ms_gradaccum.backend.mindspore_private import CallbackManager, InternalCallbackParam, clear_auto_parallel_context
+from ms_gradaccum.backend.mindspore_private import (
+    CallbackManager,
+    InternalCallbackParam,
+    clear_auto_parallel_context,
+)
 from ms_gradaccum.backend.optimizers import OPTIMIZERS, check_optimizer, trains_itself
 from ms_gradaccum.gradients.mixed_precision import Level, combined
-from ms_gradaccum.loops.data_position import DataPosition, first_batch, is_unbatched, warn_of_single_rows
-from ms_gradaccum.loops.epoch import LastWindow, PassSteps, ResumingCallback, StopTogether, check_last_window
+from ms_gradaccum.loops.data_position import (
+    DataPosition,
+    first_batch,
+    is_unbatched,
+    warn_of_single_rows,
+)
+from ms_gradaccum.loops.epoch import (
+    LastWindow,
+    PassSteps,
+    ResumingCallback,
+    StopTogether,
+    check_last_window,
+)
 from ms_gradaccum.loops.train_step import TrainOneStepCell
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
@@ -118,7 +133,8 @@ class Model(FrozenAfterInit, ms.Model):
     # The first callback of the current training; True to resume from a state; and the place of a loaded state.
     _steps: PassSteps | None = None
     _resume = _has_trained = False
-    has_rates_checked = False  # True once the first training has compared a list of learning rates with its updates.
+    # True once the first training has compared a list of learning rates with its updates.
+    has_rates_checked = False
     resumed_position: DataPosition | None = None
 
     @takes_options(StepOptions)
@@ -138,7 +154,11 @@ class Model(FrozenAfterInit, ms.Model):
         **options: "Unpack[StepOptions]",
     ) -> None:
         check_choice(
-            _OWNER, "boost_level", boost_level, ("O0",), "Boost would run an accumulation of its own inside this one."
+            _OWNER,
+            "boost_level",
+            boost_level,
+            ("O0",),
+            "Boost would run an accumulation of its own inside this one.",
         )
         self.last_window = check_last_window(_OWNER, last_window)
         self.loss_scale_manager = loss_scale_manager
@@ -150,31 +170,52 @@ class Model(FrozenAfterInit, ms.Model):
         level = "O0"
         if optimizer is not None and precision is not None:
             level = precision.level
-        check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
+        check_cell(
+            _OWNER,
+            "network",
+            network,
+            "Give a GradAccumulation, a loss cell, or a network and a loss_fn.",
+        )
         if loss_fn is not None:
-            check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
+            check_cell(
+                _OWNER,
+                "loss_fn",
+                loss_fn,
+                "For example nn.MSELoss(); None if network has its loss inside.",
+            )
         if eval_network is not None:
-            check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")
-        for name, cell in (("network", network), ("loss_fn", loss_fn), ("eval_network", eval_network)):
+            check_cell(
+                _OWNER,
+                "eval_network",
+                eval_network,
+                "Leave it out to evaluate network and loss_fn.",
+            )
+        for name, cell in (
+            ("network", network),
+            ("loss_fn", loss_fn),
+            ("eval_network", eval_network),
+        ):
             if isinstance(cell, OPTIMIZERS):
                 raise TypeError(
-                    f"For '{_OWNER}', the argument '{name}' must not be an optimizer, but got {type(cell).__name__}. "
-                    f"Give it as optimizer=."
+                    f"For '{_OWNER}', the argument '{name}' must not be an optimizer, but got "
+                    f"{type(cell).__name__}. Give it as optimizer=."
                 )
         network = adopted(network)
         if isinstance(network, AutoParallel) and not can_partition():
             # Its settings are handled here. If the Model set them, the compiler would look for another device.
             if options.get("parallel", "auto") == "auto" and optimizer is not None:
-                options["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"  # type: ignore[typeddict-item]
+                options["parallel"] = check_parallel(_OWNER, "auto", network) or ("auto")  # type: ignore[typeddict-item]
             network = adopted(network.network)
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             raise ValueError(
-                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got "
-                "MindSpore's, which evaluates the sum of a batch's losses. Write 'from ms_gradaccum import "
-                "GradAccumulation'."
+                "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, "
+                "but got MindSpore's, which evaluates the sum of a batch's losses. Write 'from "
+                "ms_gradaccum import GradAccumulation'."
             )
         try:
-            super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+            super().__init__(
+                network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level
+            )
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             clear_auto_parallel_context(network)
@@ -209,9 +250,10 @@ class Model(FrozenAfterInit, ms.Model):
                     loss_cell = loss_cell.network
             if type(loss_cell) is not nn.WithLossCell:
                 raise ValueError(
-                    f"For 'Model', the argument 'eval_network' must be given with metrics, but got None beside "
-                    f"{type(loss_cell).__name__}. Give eval_network=nn.WithEvalCell(network, loss_fn), or network and "
-                    f"loss_fn separately."
+                    f"For 'Model', the argument 'eval_network' must be given with metrics, but got "
+                    f"None beside {type(loss_cell).__name__}. Give "
+                    f"eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn "
+                    f"separately."
                 )
             casts = self._amp_level in ("O2", "O3", "auto")
             eval_network = nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
@@ -222,20 +264,23 @@ class Model(FrozenAfterInit, ms.Model):
         """Train with a step that the user built; its settings are its own."""
         if self._optimizer is not None or self._loss_fn is not None:
             raise ValueError(
-                "For 'Model', the argument 'network' must be a loss cell, but got a TrainOneStepCell together with a "
-                "loss_fn or an optimizer. Give Model(train_step), or the cell inside it with the optimizer."
+                "For 'Model', the argument 'network' must be a loss cell, but got a "
+                "TrainOneStepCell together with a loss_fn or an optimizer. Give Model(train_step), "
+                "or the cell inside it with the optimizer."
             )
         if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
             raise ValueError(
-                "For 'Model', the argument 'network' must be a loss cell in AutoParallel, but got AutoParallel around "
-                "a TrainOneStepCell. Put AutoParallel inside that cell."
+                "For 'Model', the argument 'network' must be a loss cell in AutoParallel, but got "
+                "AutoParallel around a TrainOneStepCell. Put AutoParallel inside that cell."
             )
         if changed_options(self._options):
             raise ValueError(
-                "For 'Model', the argument 'network' must be a loss cell, but got a TrainOneStepCell with its own "
-                "settings. Give accumulation_steps, clip and the like to the TrainOneStepCell."
+                "For 'Model', the argument 'network' must be a loss cell, but got a "
+                "TrainOneStepCell with its own settings. Give accumulation_steps, clip and the "
+                "like to the TrainOneStepCell."
             )
-        self._optimizer: nn.Cell = train_step.optimizer  # For callbacks that change the learning rate.
+        # For callbacks that change the learning rate.
+        self._optimizer: nn.Cell = train_step.optimizer
         return train_step
 
     def _refuse_settings(self, network: nn.Cell) -> None:
@@ -245,8 +290,8 @@ class Model(FrozenAfterInit, ms.Model):
             given.append("last_window")
         if given and trains_itself(network):
             raise ValueError(
-                f"For '{_OWNER}', the training cell {type(network).__name__} has its own settings and ignores "
-                f"{listed(given, 3)}. Give the loss cell inside it, and optimizer=."
+                f"For '{_OWNER}', the training cell {type(network).__name__} has its own settings "
+                f"and ignores {listed(given, 3)}. Give the loss cell inside it, and optimizer=."
             )
 
     def train(
@@ -277,7 +322,9 @@ class Model(FrozenAfterInit, ms.Model):
                 nothing, so you can always run the program again. Default: ``False``.
         """
         with self._resuming(resume, initial_epoch, train_dataset):
-            super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
+            super().train(
+                epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch
+            )
 
     def fit(
         self,
@@ -311,25 +358,27 @@ class Model(FrozenAfterInit, ms.Model):
     def _resuming(self, resume: bool, initial_epoch: int, dataset: Dataset) -> Iterator[None]:
         if not hasattr(dataset, "get_dataset_size"):
             raise TypeError(
-                f"For 'Model', the argument 'train_dataset' must be a dataset of mindspore.dataset, but got "
-                f"{typed(dataset)}. Write GeneratorDataset(...), or a loop with an Accumulator, which takes any data."
+                f"For 'Model', the argument 'train_dataset' must be a dataset of "
+                f"mindspore.dataset, but got {typed(dataset)}. Write GeneratorDataset(...), or a "
+                f"loop with an Accumulator, which takes any data."
             )
         check_bool(_OWNER, "resume", resume, "True continues from the last state.")
         if resume and initial_epoch != 0:
             raise ValueError(
-                f"For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got {initial_epoch}. The "
-                f"state knows its pass."
+                f"For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got "
+                f"{initial_epoch}. The state knows its pass."
             )
         trains = isinstance(self._train_network, TrainOneStepCell)
         if not (trains or trains_itself(self._train_network)):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'optimizer' must be given for a training, but got None. Give the loss "
-                f"cell and its optimizer, as in Model(loss_cell, optimizer=optimizer)."
+                f"For '{_OWNER}', the argument 'optimizer' must be given for a training, but got "
+                f"None. Give the loss cell and its optimizer, as in Model(loss_cell, "
+                f"optimizer=optimizer)."
             )
         if trains and not self._has_trained and (frozen := frozen_cell(self._network)):
             warn(
-                f"For '{_OWNER}', train() sets all cells to training mode, also {frozen}, which was in evaluation "
-                f"mode. Freeze it with {FREEZE}."
+                f"For '{_OWNER}', train() sets all cells to training mode, also {frozen}, which "
+                f"was in evaluation mode. Freeze it with {FREEZE}."
             )
         self._resume = resume
         self._has_trained = trains
@@ -338,7 +387,9 @@ class Model(FrozenAfterInit, ms.Model):
         finally:
             self._resume = False
 
-    def _train(self, epoch: int, train_dataset: Dataset, callbacks: Any = None, **kwargs: Any) -> object:
+    def _train(
+        self, epoch: int, train_dataset: Dataset, callbacks: Any = None, **kwargs: Any
+    ) -> object:
         callbacks = self._transform_callbacks(callbacks)
         train_step = self._train_network
         if not isinstance(train_step, TrainOneStepCell):
@@ -382,12 +433,16 @@ class Model(FrozenAfterInit, ms.Model):
             self._steps = None
             train_step.body.epoch_of = None
 
-    def _agree(self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]) -> None:
+    def _agree(
+        self, epoch: int, callbacks: Iterable[Callback], settings: Mapping[str, Any]
+    ) -> None:
         """Raise on all ranks if they are told different things. Collective."""
         agreed = {
             "initial_epoch": settings.get("initial_epoch"),
             "dataset_sink_mode": settings.get("dataset_sink_mode"),
-            "callbacks": [each.agreed() for each in callbacks if isinstance(each, (ResumingCallback, Extra))],
+            "callbacks": [
+                each.agreed() for each in callbacks if isinstance(each, (ResumingCallback, Extra))
+            ],
             "epoch": epoch,
             "last_window": self.last_window,
             "resume": self._resume,

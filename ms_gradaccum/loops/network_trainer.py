@@ -11,7 +11,15 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import State, check_float, check_loss, check_saved, is_positive, listed, warn
+from ms_gradaccum._checks import (
+    State,
+    check_float,
+    check_loss,
+    check_saved,
+    is_positive,
+    listed,
+    warn,
+)
 from ms_gradaccum.backend.arithmetic import ONE, Tensors, as_dtype
 from ms_gradaccum.backend.arrays import as_array
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -53,10 +61,13 @@ class TrainedNetwork(Window):
     ) -> None:
         if len(optimizers) > 1 and (settings.clip.has_groups or settings.clip.is_own):
             raise ValueError(
-                f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a network, but got "
-                f"{settings.clip!r} with {len(optimizers)} optimizers. Use one optimizer, or ClipByGlobalNorm."
+                f"For 'Accumulator', the argument 'clip' must be one for all optimizers of a "
+                f"network, but got {settings.clip!r} with {len(optimizers)} optimizers. Use one "
+                f"optimizer, or ClipByGlobalNorm."
             )
-        kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
+        kind = _with_sync(
+            check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch
+        )
         network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
@@ -65,11 +76,19 @@ class TrainedNetwork(Window):
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
-        super().__init__(network, optimizers, reducers, replace(settings, window_length=config.window_length), events)
+        super().__init__(
+            network,
+            optimizers,
+            reducers,
+            replace(settings, window_length=config.window_length),
+            events,
+        )
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         self.mistakes: Counter[str] = Counter()
         # Compiled twice: with gradients, and without, for a network that keeps them until the end of a window.
-        self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
+        self.run_add_grads = Compiled(
+            lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True
+        )
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
     def state_dict(self) -> dict[str, object]:
@@ -101,18 +120,20 @@ class TrainedNetwork(Window):
         network = self.network
         if "weight" in network.argument_names:
             raise ValueError(
-                "For 'Accumulator', the argument 'weight' must be given by position to a network with an input "
-                "'weight', but got it by name. Such a network cannot give a batch its weight."
+                "For 'Accumulator', the argument 'weight' must be given by position to a network "
+                "with an input 'weight', but got it by name. Such a network cannot give a batch "
+                "its weight."
             )
         if network.needs_all_rows or network.weighted:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be None for a network with weights of its own or a "
-                f"loss over all rows, but got {weight}. Leave it out."
+                f"For 'Accumulator', the argument 'weight' must be None for a network with weights "
+                f"of its own or a loss over all rows, but got {weight}. Leave it out."
             )
         if network.splits:
             raise ValueError(
-                f"For 'Accumulator', the argument 'weight' must be None for a batch that is split, but got {weight}. "
-                f"Let the network return (loss_mean, weight), and give GradAccumulation weighted='mean'."
+                f"For 'Accumulator', the argument 'weight' must be None for a batch that is split, "
+                f"but got {weight}. Let the network return (loss_mean, weight), and give "
+                f"GradAccumulation weighted='mean'."
             )
         return check_weight(weight)
 
@@ -144,7 +165,11 @@ class TrainedNetwork(Window):
             added = _check_grads(grads, parameters)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        sums = Tensor(factor, ms.float32), Tensor(number * factor, ms.float32), Tensor(weight, ms.float32)
+        sums = (
+            Tensor(factor, ms.float32),
+            Tensor(number * factor, ms.float32),
+            Tensor(weight, ms.float32),
+        )
         self.run_add_grads(*sums, *added)
         if self.ranks.is_on and self.ranks.first is None and not self.grads_are_reduced:
             # Leave out gradients with Inf or NaN or only zeros: they are equal for different data.
@@ -159,14 +184,16 @@ class TrainedNetwork(Window):
         """Run the backward pass of a tensor, and add the gradients that it stores in the parameters."""
         if not hasattr(loss, "backward"):
             raise TypeError(
-                "For 'Accumulator', the argument 'args' must be a batch, as the network takes it, but got one number. "
-                "Call backward(*batch), which returns the loss."
+                "For 'Accumulator', the argument 'args' must be a batch, as the network takes it, "
+                "but got one number. Call backward(*batch), which returns the loss."
             )
         parameters = self.micro_steps.parameters
         for parameter in parameters:
             parameter.grad = None
         (loss * self.loss_scale.value()).backward()
-        grads = tuple(ops.zeros_like(each) if each.grad is None else each.grad for each in parameters)
+        grads = tuple(
+            ops.zeros_like(each) if each.grad is None else each.grad for each in parameters
+        )
         for parameter in parameters:
             parameter.grad = None
         self.add_grads(grads, weight, loss, weight)
@@ -175,9 +202,16 @@ class TrainedNetwork(Window):
     def note_step(self) -> None:
         """Warn of a loop that calls step(), but has never given gradients."""
         steps = self.micro_steps
-        if steps.events.micro_batches or steps.events.updates or self.reducers[0].buffer.counts_in_graph:
+        if (
+            steps.events.micro_batches
+            or steps.events.updates
+            or self.reducers[0].buffer.counts_in_graph
+        ):
             return
-        remedy = "Call accumulator(grads, weight=rows, loss=loss) or accumulator.backward(*batch) for each batch."
+        remedy = (
+            "Call accumulator(grads, weight=rows, loss=loss) or accumulator.backward(*batch) for "
+            "each batch."
+        )
         if any(getattr(each, "grad", None) is not None for each in steps.parameters):
             remedy = "Call accumulator.backward(loss, weight=rows) in place of loss.backward()."
         self._note_mistake("step() must follow its backward()", "the first 4 without one", remedy)
@@ -187,7 +221,9 @@ class TrainedNetwork(Window):
         self.discard()
         if self.micro_steps.events.updates == 0:
             rule = "a full window must be followed by step()"
-            self._note_mistake(rule, "zero_grad() for the first 4", "Call step() before zero_grad().")
+            self._note_mistake(
+                rule, "zero_grad() for the first 4", "Call step() before zero_grad()."
+            )
 
     def _note_mistake(self, rule: str, got: str, remedy: str) -> None:
         """Warn of a mistake at its fourth occurrence."""
@@ -220,7 +256,9 @@ class BatchMeanLoss(nn.Cell):
 
 def check_weight(weight: object) -> float:
     """Return the weight of a batch as a number."""
-    return check_float(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.", least=0)
+    return check_float(
+        _OWNER, "weight", weight, "It is the number of rows or tokens of the batch.", least=0
+    )
 
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
@@ -236,8 +274,9 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
         raise ValueError(
-            "For 'Accumulator', the argument 'network' must not be in AutoParallel on this device, but got "
-            "AutoParallel. Use TrainOneStepCell or Model: the compiler partitions a whole step."
+            "For 'Accumulator', the argument 'network' must not be in AutoParallel on this device, "
+            "but got AutoParallel. Use TrainOneStepCell or Model: the compiler partitions a whole "
+            "step."
         )
     if not sync_each_batch or kind is None:
         return kind
@@ -245,8 +284,8 @@ def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | No
         return replace(kind, sync_each_batch=True)
     if not kind.sync_each_batch:
         raise ValueError(
-            f"For 'Accumulator', the argument 'parallel' must share the gradients of each micro batch for "
-            f"sync_each_batch, but got {kind!r}. Give HSDP(optimizer_level='level2')."
+            f"For 'Accumulator', the argument 'parallel' must share the gradients of each micro "
+            f"batch for sync_each_batch, but got {kind!r}. Give HSDP(optimizer_level='level2')."
         )
     return kind
 
@@ -257,23 +296,27 @@ def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
         for parameter in optimizer.parameters:
             if id(parameter) in seen:
                 raise ValueError(
-                    f"For 'Accumulator', the argument 'optimizer' must be a list of optimizers without common "
-                    f"parameters, but got {parameter.name!r} in two of them. Give each parameter to one optimizer."
+                    f"For 'Accumulator', the argument 'optimizer' must be a list of optimizers "
+                    f"without common parameters, but got {parameter.name!r} in two of them. Give "
+                    f"each parameter to one optimizer."
                 )
             seen.add(id(parameter))
 
 
-def _check_shapes(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]] | None) -> None:
+def _check_shapes(
+    found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]] | None
+) -> None:
     """Raise unless the gradients have the parameters' shapes, which are None for a loop that no graph can contain."""
     if expected is None:
         raise ValueError(
-            "For 'Accumulator', a compiled function must call an Accumulator of one network and one optimizer "
-            "without a schedule, but got another one. Call it from Python."
+            "For 'Accumulator', a compiled function must call an Accumulator of one network and "
+            "one optimizer without a schedule, but got another one. Call it from Python."
         )
     if [*found] != [*expected]:
         raise ValueError(
-            f"For 'Accumulator', the argument 'grads' must be gradients of the optimizer's {len(expected)} parameters, "
-            f"of shapes {[*expected]}, but got shapes {[*found]}. {_FROM}"
+            f"For 'Accumulator', the argument 'grads' must be gradients of the optimizer's "
+            f"{len(expected)} parameters, of shapes {[*expected]}, but got shapes {[*found]}. "
+            f"{_FROM}"
         )
 
 
@@ -289,15 +332,21 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> Tensors:
         if isinstance(grads, (tuple, list)):
             got = f"a {got} of {listed([type(each).__name__ for each in grads], 3)}"
             if isinstance(grads[-1], (tuple, list)):
-                remedy = "Take the loss apart: loss, grads = ..., and then accumulator(grads, weight, loss)."
-        raise TypeError(f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {got}. {remedy}")
+                remedy = (
+                    "Take the loss apart: loss, grads = ..., and then accumulator(grads, weight, "
+                    "loss)."
+                )
+        raise TypeError(
+            f"For 'Accumulator', the argument 'grads' must be a tuple of tensors, but got {got}. "
+            f"{remedy}"
+        )
     _check_shapes(_shapes_of(grads), _shapes_of(parameters))
     checked = []
     for grad in grads:
         if grad.dtype not in mstype.float_type:
             raise TypeError(
-                f"For 'Accumulator', the argument 'grads' must be floating-point tensors, but got one of {grad.dtype}. "
-                f"{_FROM}"
+                f"For 'Accumulator', the argument 'grads' must be floating-point tensors, but got "
+                f"one of {grad.dtype}. {_FROM}"
             )
         # A graph takes no parameter as an input, but gradients can be kept in parameters.
         checked.append(grad.value() if isinstance(grad, Parameter) else grad)
@@ -314,27 +363,30 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
     groups = [_as_list(each) for each in _as_list(optimizer)]
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
     if not networks:
-        raise ValueError(f"For '{_OWNER}', the argument 'network' must be at least one, but got []. {remedy}")
+        raise ValueError(
+            f"For '{_OWNER}', the argument 'network' must be at least one, but got []. {remedy}"
+        )
     if not (groups and all(groups)):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'optimizer' must be at least one per network, but got []. {remedy}"
+            f"For '{_OWNER}', the argument 'optimizer' must be at least one per network, but got "
+            f"[]. {remedy}"
         )
     if len(networks) == 1 and all(len(group) == 1 for group in groups):
         groups = [[group[0] for group in groups]]
     if len(networks) != len(groups):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'optimizer' must be one per network, but got {len(groups)} for "
-            f"{len(networks)} networks. {remedy}"
+            f"For '{_OWNER}', the argument 'optimizer' must be one per network, but got "
+            f"{len(groups)} for {len(networks)} networks. {remedy}"
         )
     if not _differ(networks):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'network' must be different networks, but got one of them twice. Put all "
-            f"losses of a network into one cell."
+            f"For '{_OWNER}', the argument 'network' must be different networks, but got one of "
+            f"them twice. Put all losses of a network into one cell."
         )
     if len(groups) > 1 and not _differ(list(itertools.chain(*groups))):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'optimizer' must be different optimizers, but got one of them twice. Put "
-            f"all losses of the same weights into one cell."
+            f"For '{_OWNER}', the argument 'optimizer' must be different optimizers, but got one "
+            f"of them twice. Put all losses of the same weights into one cell."
         )
     return list(zip(networks, groups))
 
@@ -349,15 +401,17 @@ def _differ(items: list[nn.Cell]) -> bool:
     return len(set(map(id, items))) == len(items)
 
 
-def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Sequence[TrainedNetwork]:
+def chosen_of(
+    networks: Sequence[TrainedNetwork], network: nn.Cell | None
+) -> Sequence[TrainedNetwork]:
     """Return the trainer of ``network`` in a list, or all of them for None."""
     if network is None:
         return networks
     chosen = [each for each in networks if id(network) in map(id, each.names)]
     if not chosen:
         raise ValueError(
-            f"For 'Accumulator', the argument 'network' must be a network of this Accumulator, but got "
-            f"{type(network).__name__}. Give one that it was built with."
+            f"For 'Accumulator', the argument 'network' must be a network of this Accumulator, but "
+            f"got {type(network).__name__}. Give one that it was built with."
         )
     return chosen
 
@@ -372,6 +426,7 @@ def only_of(
     chosen = chosen_of(networks, network)
     if len(chosen) > 1:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must be one of the {len(chosen)} networks, but got None. {remedy}"
+            f"For '{owner}', the argument 'network' must be one of the {len(chosen)} networks, but "
+            f"got None. {remedy}"
         )
     return chosen[0]

@@ -18,13 +18,14 @@ from ms_gradaccum.training.window_length import (
 
 _OWNER = "AccumulationConfig"
 EARLY = (
-    "For 'Accumulator', scheduler.step() came before the update and was ignored; MindSpore's own scheduler would "
-    "move the rate. Call it after accumulator.step(), and move a scheduler ahead before prepare()."
+    "For 'Accumulator', scheduler.step() came before the update and was ignored; MindSpore's own "
+    "scheduler would move the rate. Call it after accumulator.step(), and move a scheduler ahead "
+    "before prepare()."
 )
 UNSEEN = (
-    "For 'Accumulator', scheduler.step() was ignored, because a prepared scheduler does not see the updates of a "
-    "compiled accumulator. Leave the scheduler out of prepare(), and call its step() where the output's `updated` is "
-    "true."
+    "For 'Accumulator', scheduler.step() was ignored, because a prepared scheduler does not see "
+    "the updates of a compiled accumulator. Leave the scheduler out of prepare(), and call its "
+    "step() where the output's `updated` is true."
 )
 
 
@@ -70,14 +71,20 @@ class AccumulationConfig:
 
     def __post_init__(self) -> None:
         check_window_length(_OWNER, self.accumulation_steps)
-        check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
+        check_bool(
+            _OWNER,
+            "sync_with_dataloader",
+            self.sync_with_dataloader,
+            "False carries the last window over.",
+        )
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if self.schedule is not None:
             check_schedule(_OWNER, "schedule", self.schedule)
             if self.accumulation_steps != 1:
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'accumulation_steps' must be 1 with a schedule, but got "
-                    f"{self.accumulation_steps!r} and a schedule. Leave the schedule out, or put the number into it."
+                    f"For '{_OWNER}', the argument 'accumulation_steps' must be 1 with a schedule, "
+                    f"but got {self.accumulation_steps!r} and a schedule. Leave the schedule out, "
+                    f"or put the number into it."
                 )
 
     @property
@@ -88,20 +95,26 @@ class AccumulationConfig:
 
     def as_text(self) -> str:
         """Return the settings as a text that is equal on all ranks."""
-        return repr(replace(self, accumulation_steps=1, schedule=None)) + self.window_length.as_text()
+        return (
+            repr(replace(self, accumulation_steps=1, schedule=None)) + self.window_length.as_text()
+        )
 
     def steps_for(self, epoch: int | None, updates: int, batches: int = 0) -> int:
         """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
         return self.window_length.at(epoch, updates, batches)
 
 
-def merge_config(owner: str, accumulation_steps: AccumulationSteps, config: object) -> AccumulationConfig:
+def merge_config(
+    owner: str, accumulation_steps: AccumulationSteps, config: object
+) -> AccumulationConfig:
     """Merge `accumulation_steps` and a config into one config."""
     check_window_length(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     rule = "an AccumulationConfig or None"
-    config = check_type(owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out.")
+    config = check_type(
+        owner, "config", config, AccumulationConfig, rule, "Build one, or leave it out."
+    )
     its_steps = config.window_length.steps
     if accumulation_steps in (1, its_steps):
         return config
@@ -119,7 +132,8 @@ class PreparedScheduler:
     If `step` is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
-    follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
+    # True if it is called in each batch; then it also steps when this process joins an update.
+    follows_updates = False
     is_due = False  # True if there was an update since its last step.
 
     def __init__(

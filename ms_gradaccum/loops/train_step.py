@@ -91,15 +91,18 @@ class WindowDriver:
             self.has_warned_of_open = True
             batches = self.open_batches()
             warn(
-                f"For '{self.owner}', a window of {counted(batches, 'batch')} was still open {when}, and no update "
-                f"was made with it. Call flush() after the loop, or drop() to discard it."
+                f"For '{self.owner}', a window of {counted(batches, 'batch')} was still open "
+                f"{when}, and no update was made with it. Call flush() after the loop, or drop() "
+                f"to discard it."
             )
 
 
 class HostDrivenStep(WindowDriver, Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
-    def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
+    def __init__(
+        self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings
+    ) -> None:
         Step.__init__(self, network, settings)
         self.accumulation_steps = settings.window_length.most
         self.has_schedule = not settings.window_length.is_fixed
@@ -186,8 +189,8 @@ class HostDrivenStep(WindowDriver, Step):
         """Raise if the ``caller`` would find a part of a batch in the sums, or a batch that is not counted yet."""
         if self.in_batch:
             raise RuntimeError(
-                f"For '{self.owner}', {caller}() must come between two batches, but got it inside one. Call it after "
-                f"the step, or in a callback's on_update_end()."
+                f"For '{self.owner}', {caller}() must come between two batches, but got it inside "
+                f"one. Call it after the step, or in a callback's on_update_end()."
             )
 
     def flush(self) -> StepOutput | None:
@@ -391,7 +394,9 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
         for cell in self.windows[0].compiled_cells():
             cell.set_jit_config(jit_config)
 
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
+    def parameters_and_names(
+        self, name_prefix: str = "", expand: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: whole parameters in place of shards."""
         found: Iterator[tuple[str, Parameter]] = super().parameters_and_names(name_prefix, expand)
         if not self._shows_whole:
@@ -424,7 +429,8 @@ class TrainOneStepCell(FrozenAfterInit, NonCopyable, nn.TrainOneStepCell, Observ
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         if not self.windows[0].has_claims:
             self.check_claims()
-        for extra in self.extras:  # Those of an earlier training, too, which do not listen any more.
+        for extra in self.extras:
+            # Those of an earlier training, too, which do not listen any more.
             extra.check_can_save(_OWNER)
         if self.use_graceful_exit:
             self._agree_to_exit()

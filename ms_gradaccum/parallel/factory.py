@@ -17,7 +17,15 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, looks_ro
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, World, choose_kind
+from ms_gradaccum.parallel.kinds import (
+    HSDP,
+    DataParallel,
+    Kind,
+    ParallelChoice,
+    Reduced,
+    World,
+    choose_kind,
+)
 from ms_gradaccum.parallel.layout import layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, in_semi_auto, is_semi_auto
@@ -36,14 +44,16 @@ _EXPERTS = "For experts of single processes use AutoParallel or HyperParallel."
 _SKIPPED = frozenset((*vars(nn.Cell()), "claim_number", "exec_weight_decay"))
 
 
-def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
+def check_parallel(
+    owner: str, parallel: ParallelChoice, network: nn.Cell
+) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     if isinstance(network, nn.Cell):
         _check_not_reduced(owner, network)
     if in_semi_auto() and not can_partition():
         raise ValueError(
-            f"For '{owner}', semi-auto-parallel mode does not train on CPU, but got a context in that mode. Call "
-            f"mindspore.reset_auto_parallel_context() first."
+            f"For '{owner}', semi-auto-parallel mode does not train on CPU, but got a context in "
+            f"that mode. Call mindspore.reset_auto_parallel_context() first."
         )
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
@@ -55,8 +65,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     if is_semi_auto(network):
         if parallel != "auto":
             raise ValueError(
-                f"For '{owner}', the argument 'parallel' must be 'auto' in semi-auto-parallel, but got {parallel!r}. "
-                f"The compiler partitions the step here; give the cell inside AutoParallel for another kind."
+                f"For '{owner}', the argument 'parallel' must be 'auto' in semi-auto-parallel, but "
+                f"got {parallel!r}. The compiler partitions the step here; give the cell inside "
+                f"AutoParallel for another kind."
             )
         return SemiAuto(network if isinstance(network, AutoParallel) else None)
     if isinstance(network, AutoParallel):
@@ -68,7 +79,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         # On CPU an AutoParallel cannot run, so its settings choose the kind.
         if parallel == "auto" and network._enable_parallel_optimizer:
             level = network._optimizer_level
-            parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
+            parallel = HSDP(
+                network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level
+            )
     _warn_of_a_sum(owner, world.size)
     return choose_kind(parallel, world.size)
 
@@ -78,14 +91,18 @@ def _check_not_reduced(owner: str, network: nn.Cell) -> None:
     for _, cell in network.cells_and_names():
         if type(cell).__name__ == "DistributedDataParallel":
             raise ValueError(
-                f"For '{owner}', the argument 'network' must not reduce its gradients itself, but got a "
-                f"DistributedDataParallel. Give the network inside it: parallel='auto' reduces them."
+                f"For '{owner}', the argument 'network' must not reduce its gradients itself, but "
+                f"got a DistributedDataParallel. Give the network inside it: parallel='auto' "
+                f"reduces them."
             )
-    dtensors = [parameter.name for parameter in network.get_parameters() if hasattr(parameter, "placements")]
+    dtensors = [
+        parameter.name for parameter in network.get_parameters() if hasattr(parameter, "placements")
+    ]
     if dtensors:
         raise ValueError(
-            f"For '{owner}', networks with DTensors are not supported, but got {listed(dtensors, 3)}. Use hsdp() in "
-            f"place of fully_shard() and shard_module(), or HSDP of this package."
+            f"For '{owner}', networks with DTensors are not supported, but got "
+            f"{listed(dtensors, 3)}. Use hsdp() in place of fully_shard() and shard_module(), or "
+            f"HSDP of this package."
         )
 
 
@@ -119,7 +136,11 @@ def build_reducers(
             _check_clip(owner, kind, optimizer, clip)
             if world.size > 1:
                 # Its `step` may be that of an Accumulator, which reduces over the ranks.
-                own = [each for each in vars(optimizer).values() if not isinstance(each, functools.partial)]
+                own = [
+                    each
+                    for each in vars(optimizer).values()
+                    if not isinstance(each, functools.partial)
+                ]
                 warn_of_reductions(owner, "the optimizer", [type(optimizer), own], network)
                 _start_alike(owner, kind, network, optimizer)
         reducers.append(_reducer_of(kind, world, network, optimizer, totals, dtypes))
@@ -135,7 +156,9 @@ def _reducer_of(
     dtypes: Sequence[ms.Type],
 ) -> GradientReducer:
     layout = layout_of(kind or DataParallel(), optimizer.parameters, world, totals.sizes, dtypes)
-    buffer = GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals)
+    buffer = GradientBuffer(
+        optimizer.parameters, keeps_absent_rows(optimizer), layout.buffer_shapes, totals
+    )
     if kind is None:
         return GradientReducer(optimizer.parameters, buffer)
     if isinstance(kind, Reduced):
@@ -151,9 +174,9 @@ def _warn_of_a_sum(owner: str, ranks: int) -> None:
     is_data_parallel = ms.get_auto_parallel_context("parallel_mode") == "data_parallel"
     if is_data_parallel and not ms.get_auto_parallel_context("gradients_mean"):
         warn(
-            f"For '{owner}', an update uses the mean gradient of all processes, but MindSpore's own step without "
-            f"gradients_mean=True uses {ranks} times that. Call set_auto_parallel_context(gradients_mean=True) for "
-            f"the same in both."
+            f"For '{owner}', an update uses the mean gradient of all processes, but MindSpore's "
+            f"own step without gradients_mean=True uses {ranks} times that. Call "
+            f"set_auto_parallel_context(gradients_mean=True) for the same in both."
         )
 
 
@@ -169,8 +192,9 @@ def _warn_of_decay(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for parameter, is_decayed in zip(optimizer.parameters, optimizer.decay_flags):
         if is_decayed and id(parameter) in tables:
             warn(
-                f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but MindSpore's own "
-                f"step decays only the rows that a batch reads. Give it a group with 'weight_decay': 0.0."
+                f"For '{owner}', the weight decay of {parameter.name!r} acts on all its rows, but "
+                f"MindSpore's own step decays only the rows that a batch reads. Give it a group "
+                f"with 'weight_decay': 0.0."
             )
 
 
@@ -180,12 +204,14 @@ def _check_can_drop(owner: str, network: nn.Cell) -> None:
     lookup = sparse_lookup(network)
     if lookup is not None:
         raise ValueError(
-            f"For '{owner}', the argument 'bad_micro_batch' must be 'skip_window' for sparse gradients, but got "
-            f"'drop' and a sparse lookup in {lookup}. Use nn.Embedding."
+            f"For '{owner}', the argument 'bad_micro_batch' must be 'skip_window' for sparse "
+            f"gradients, but got 'drop' and a sparse lookup in {lookup}. Use nn.Embedding."
         )
 
 
-def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
+def _agree(
+    owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]
+) -> None:
     """Raise on all ranks if settings differ, before one would wait forever. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
     settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
@@ -226,12 +252,14 @@ def _numbers_of(optimizer: nn.Cell) -> dict[str, object]:
     return found
 
 
-def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:
+def _check_sent(
+    owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]
+) -> None:
     """Raise if the ranks cannot reduce these gradients."""
     if ms.bfloat16 in dtypes and not sends_bfloat16():
         raise ValueError(
-            f"For '{owner}', the argument 'mixed_precision' must have a reduce_dtype of float32 or float16 on CPU, "
-            f"but got bfloat16. float16 halves the messages."
+            f"For '{owner}', the argument 'mixed_precision' must have a reduce_dtype of float32 or "
+            f"float16 on CPU, but got bfloat16. float16 halves the messages."
         )
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
@@ -239,26 +267,29 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
     lookup = sparse_lookup(network)
     if kind.sync_each_batch and lookup is not None:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must have dense gradients if the ranks share them in each micro "
-            f"batch, but got a sparse lookup in {lookup}. Use nn.Embedding, DataParallel() or "
-            f"HSDP(optimizer_level='level1')."
+            f"For '{owner}', the argument 'network' must have dense gradients if the ranks share "
+            f"them in each micro batch, but got a sparse lookup in {lookup}. Use nn.Embedding, "
+            f"DataParallel() or HSDP(optimizer_level='level1')."
         )
     if kind.shard_size != 1:
         check_shardable(optimizer)
     if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
         warn(
-            f"For '{owner}', 'level3' behaves like 'level2' here: each rank keeps whole weights. Only the compiler "
-            f"shards weights, inside AutoParallel on Ascend or GPU."
+            f"For '{owner}', 'level3' behaves like 'level2' here: each rank keeps whole weights. "
+            f"Only the compiler shards weights, inside AutoParallel on Ascend or GPU."
         )
 
 
 def _check_clip(owner: str, kind: Kind, optimizer: nn.Cell, clip: Clip | None) -> None:
     """Raise if a clip of the program would get shards of the gradients."""
-    has_shards = kind.shard_size != 1 or any(shard_size_of(item) > 1 for item in optimizer.parameters)
+    has_shards = kind.shard_size != 1 or any(
+        shard_size_of(item) > 1 for item in optimizer.parameters
+    )
     if clip is not None and clip.is_own and has_shards:
         raise ValueError(
-            f"For '{owner}', a clip of your own needs whole gradients, but got {clip!r} with {kind!r}, where each rank "
-            f"has some rows. Use DataParallel() without sync_each_batch, or a clip of this package."
+            f"For '{owner}', a clip of your own needs whole gradients, but got {clip!r} with "
+            f"{kind!r}, where each rank has some rows. Use DataParallel() without sync_each_batch, "
+            f"or a clip of this package."
         )
 
 
@@ -267,14 +298,14 @@ def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         if parameter.layerwise_parallel:
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got {parameter.name!r} with "
-                f"layerwise_parallel. {_EXPERTS}"
+                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got "
+                f"{parameter.name!r} with layerwise_parallel. {_EXPERTS}"
             )
         if parameter.dtype == ms.float64:
             raise ValueError(
-                f"For '{owner}', the argument 'network' must have no float64 parameters in several processes, but "
-                f"got {parameter.name!r} of float64. MindSpore's AllReduce does not support float64: use float32, or "
-                f"one process."
+                f"For '{owner}', the argument 'network' must have no float64 parameters in several "
+                f"processes, but got {parameter.name!r} of float64. MindSpore's AllReduce does not "
+                f"support float64: use float32, or one process."
             )
 
 
@@ -283,8 +314,8 @@ def warn_of_reductions(owner: str, what: str, value: object, network: nn.Cell) -
     found = NetworkCode(value).reductions()
     if found and found[0] not in NetworkCode(network.network).reductions():
         warn(
-            f"For '{owner}', {what} calls {found[0]}, but the step reduces the gradients of all ranks already. "
-            f"Remove that call: the gradients would be added up twice."
+            f"For '{owner}', {what} calls {found[0]}, but the step reduces the gradients of all "
+            f"ranks already. Remove that call: the gradients would be added up twice."
         )
 
 
@@ -292,10 +323,14 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     """Give all ranks the parameters and buffers of rank 0. Warn if these or other tensors have differed."""
     for cell in (network, optimizer):
         cell.init_parameters_data()
-    parameters = {item.name: item for item in (*network.get_parameters(), *optimizer.get_parameters())}
+    parameters = {
+        item.name: item for item in (*network.get_parameters(), *optimizer.get_parameters())
+    }
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The optimizer's state belongs to shards, which differ by design.
-        parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
+        parameters = {
+            item.name: item for item in network.get_parameters() if shard_size_of(item) == 1
+        }
     tensors = [*parameters.values(), *network.buffers()]
     constants = _constants_of(network)
     have_other_tensors = differing_ranks(tensors)
@@ -305,20 +340,22 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
         # Networks whose gradients come reduced have shards, which may differ.
         if sent and not isinstance(kind, Reduced):
             raise ValueError(
-                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got different values, and "
-                f"{listed(sent, 1)} in its forward pass. If they should be equal, call mindspore.set_seed() with the "
-                f"same seed on all ranks. {_EXPERTS}"
+                f"For '{owner}', the argument 'network' must be {_ALIKE}, but got different "
+                f"values, and {listed(sent, 1)} in its forward pass. If they should be equal, call "
+                f"mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
             )
         broadcast_parameters(tensors)
         warn(
-            f"For '{owner}', the ranks started with different parameters or buffers: all ranks now use those of rank "
-            f"0. Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
+            f"For '{owner}', the ranks started with different parameters or buffers: all ranks now "
+            f"use those of rank 0. Call mindspore.set_seed() with the same seed on all ranks, or "
+            f"load the same checkpoint."
         )
     if have_other_constants and not _sent_forward(network):
         warn(
             f"For '{owner}', the ranks have different values in a tensor of the network (one of "
-            f"{listed(list(constants), 3)}), so each rank trains another network. Call mindspore.set_seed() with the "
-            f"same seed on all ranks before the network is built, or make the tensor a buffer."
+            f"{listed(list(constants), 3)}), so each rank trains another network. Call "
+            f"mindspore.set_seed() with the same seed on all ranks before the network is built, or "
+            f"make the tensor a buffer."
         )
 
 

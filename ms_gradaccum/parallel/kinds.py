@@ -98,11 +98,18 @@ class HSDP:
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        check_type(_HSDP, "shard_size", self.shard_size, int, "an int of at least 1 or -1", "-1 means all ranks.")
+        check_type(
+            _HSDP,
+            "shard_size",
+            self.shard_size,
+            int,
+            "an int of at least 1 or -1",
+            "-1 means all ranks.",
+        )
         if self.shard_size < 1 and self.shard_size != -1:
             raise ValueError(
-                f"For '{_HSDP}', the argument 'shard_size' must be an int of at least 1 or -1, but got "
-                f"{self.shard_size}. -1 means all ranks."
+                f"For '{_HSDP}', the argument 'shard_size' must be an int of at least 1 or -1, but "
+                f"got {self.shard_size}. -1 means all ranks."
             )
         check_int(_HSDP, "threshold", self.threshold, "It is in KB.", least=0)
         remedy = "Higher levels shard more and communicate more."
@@ -154,11 +161,12 @@ ParallelChoice = Literal["auto"] | Kind
 
 def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     """Return ``parallel`` if it is a kind of parallelism or 'auto'."""
-    is_auto = isinstance(parallel, str) and parallel == "auto"  # '==' with a tensor would not return a bool.
+    # '==' with a tensor would not return a bool.
+    is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, Kind):
         raise TypeError(
-            f"For '{owner}', the argument 'parallel' must be 'auto', DataParallel(), HSDP() or Reduced(), but got "
-            f"{parallel!r}. 'auto' looks at the number of processes."
+            f"For '{owner}', the argument 'parallel' must be 'auto', DataParallel(), HSDP() or "
+            f"Reduced(), but got {parallel!r}. 'auto' looks at the number of processes."
         )
     return parallel
 
@@ -168,7 +176,7 @@ def choose_kind(parallel: ParallelChoice, ranks: int) -> Kind:
     kind = DataParallel() if isinstance(parallel, str) else parallel
     if ranks % kind.shard_size:
         raise ValueError(
-            f"For 'HSDP', the argument 'shard_size' must be a divisor of the {ranks} processes, but got "
-            f"{kind.shard_size}. -1 means all processes."
+            f"For 'HSDP', the argument 'shard_size' must be a divisor of the {ranks} processes, "
+            f"but got {kind.shard_size}. -1 means all processes."
         )
     return kind

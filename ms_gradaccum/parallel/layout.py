@@ -68,7 +68,11 @@ def shard_size_of(parameter: Parameter) -> int:
 
 
 def layout_of(
-    kind: Kind, tensors: Sequence[Tensor], world: World, scalars: Sequence[int], dtypes: Sequence[ms.Type]
+    kind: Kind,
+    tensors: Sequence[Tensor],
+    world: World,
+    scalars: Sequence[int],
+    dtypes: Sequence[ms.Type],
 ) -> Layout:
     """Return the layout for scalars and for gradients with the sizes of ``tensors``."""
     # The `scalars` have these sizes. Gradients are sent in these `dtypes`.
@@ -81,14 +85,18 @@ def layout_of(
     replicated: list[Bucket] = []
     sharded: list[Bucket] = []
     for dtype in sorted({*dtypes, ms.float32}, key=lambda each: each != ms.float32):
-        backwards = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]  # As a backward pass computes them.
+        # As a backward pass computes them.
+        backwards = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]
         whole = [i for i in backwards if is_sent and not is_sharded[i]]
         messages = list(fill_buckets(whole, sizes, BUCKET_SIZE))
         if dtype == ms.float32:
             messages[:1] = [sum(messages[:1], ()) + tuple(range(len(sizes), len(own_sizes)))]
         replicated += [Bucket.of(indices, dtype, own_sizes) for indices in messages]
         cut = [i for i in backwards if is_sharded[i]]
-        sharded += [Bucket.of(indices, dtype, own_sizes) for indices in fill_buckets(cut, sizes, BUCKET_SIZE)]
+        sharded += [
+            Bucket.of(indices, dtype, own_sizes)
+            for indices in fill_buckets(cut, sizes, BUCKET_SIZE)
+        ]
     return Layout(
         kind=kind,
         world=world,

@@ -26,13 +26,13 @@ from ms_gradaccum.parallel.world import RanksDiffer, gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads", "hsdp_state")
 UNKNOWN_LAST = (
-    "For '{owner}', the network reduces its gradients in the last micro batch of a window and must know it "
-    "beforehand, but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave "
-    "enable_grad_accumulation out."
+    "For '{owner}', the network reduces its gradients in the last micro batch of a window and must "
+    "know it beforehand, but got {got}. Write 'with accumulator.accumulate():' around each batch, "
+    "or leave enable_grad_accumulation out."
 )
 UNSAVED = (
-    "For '{owner}', a network that accumulates its own gradients must be saved right after an update, but got an "
-    "open window. Leave enable_grad_accumulation out."
+    "For '{owner}', a network that accumulates its own gradients must be saved right after an "
+    "update, but got an open window. Leave enable_grad_accumulation out."
 )
 
 
@@ -48,50 +48,56 @@ def check_hooks_run(owner: str, eager: bool) -> None:
     """Raise if a network runs as a graph, which would not call the hooks that reduce its gradients."""
     if not eager:
         raise ValueError(
-            f"For '{owner}', the hooks of the network reduce its gradients, but got a graph, which calls no hooks. "
-            f"Call set_context(mode=PYNATIVE_MODE)."
+            f"For '{owner}', the hooks of the network reduce its gradients, but got a graph, which "
+            f"calls no hooks. Call set_context(mode=PYNATIVE_MODE)."
         )
 
 
-def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
+def check_reducing(
+    owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]
+) -> Reduced:
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
     if parallel != "auto" and not isinstance(parallel, Reduced):
         raise ValueError(
-            f"For '{owner}', the argument 'parallel' must be 'auto' for a network that reduces its gradients itself, "
-            f"but got {parallel!r}. They would be added up twice."
+            f"For '{owner}', the argument 'parallel' must be 'auto' for a network that reduces its "
+            f"gradients itself, but got {parallel!r}. They would be added up twice."
         )
     kind = parallel if isinstance(parallel, Reduced) else Reduced()
     if kind.mean:
         raise ValueError(
-            f"For '{owner}', the argument 'parallel' must be 'auto' for a network of hsdp(), but got {parallel!r}. "
-            f"Leave it out."
+            f"For '{owner}', the argument 'parallel' must be 'auto' for a network of hsdp(), but "
+            f"got {parallel!r}. Leave it out."
         )
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
-        if not all(hasattr(each, name) for name in _PROTOCOL) or not hasattr(each.config, "grad_scale"):
+        if not all(hasattr(each, name) for name in _PROTOCOL) or not hasattr(
+            each.config, "grad_scale"
+        ):
             raise ValueError(
-                f"For '{owner}', the argument 'network' must come from hsdp(), but got a {type(each).__name__} of "
-                f"another function. Use hsdp() in place of fully_shard()."
+                f"For '{owner}', the argument 'network' must come from hsdp(), but got a "
+                f"{type(each).__name__} of another function. Use hsdp() in place of fully_shard()."
             )
     scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
     if len(scales) > 1:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must have one grad_scale and one enable_grad_accumulation, but "
-            f"got {sorted(scales)}. Give all its parts the same settings."
+            f"For '{owner}', the argument 'network' must have one grad_scale and one "
+            f"enable_grad_accumulation, but got {sorted(scales)}. Give all its parts the same "
+            f"settings."
         )
     for parameter in network.trainable_params():
         if not parameter.hooks():
             raise ValueError(
-                f"For '{owner}', the argument 'network' must reduce all its gradients over the processes, but got "
-                f"{parameter.name!r} without a hook for it. Give the whole network to hsdp()."
+                f"For '{owner}', the argument 'network' must reduce all its gradients over the "
+                f"processes, but got {parameter.name!r} without a hook for it. Give the whole "
+                f"network to hsdp()."
             )
     try:
         for each in schedulers:
             each.zero_grads()
     except RuntimeError as error:
         raise ValueError(
-            f"For '{owner}', the argument 'network' must accumulate its gradients with operators of this device, but "
-            f"got {first_line(error)}. Leave enable_grad_accumulation out."
+            f"For '{owner}', the argument 'network' must accumulate its gradients with operators "
+            f"of this device, but got {first_line(error)}. Leave enable_grad_accumulation out."
         ) from error
     return kind
 
@@ -100,8 +106,8 @@ def check_not_late(owner: str, network: nn.Cell) -> None:
     """Raise if a network reduces its gradients although its training step was built for one that does not."""
     if schedulers_of(network):
         raise RanksDiffer(
-            f"For '{owner}', hsdp() must come before the optimizer and the training step, but got it afterwards. "
-            f"Call hsdp() first, or the gradients are added up twice."
+            f"For '{owner}', hsdp() must come before the optimizer and the training step, but got "
+            f"it afterwards. Call hsdp() first, or the gradients are added up twice."
         )
 
 
@@ -134,15 +140,17 @@ class ReducedReducer(DataParallelReducer):
         factor = (ranks if settings.mean else 1.0) / scale
         self.is_scaled = factor != 1.0
         self.factor = Tensor(factor, ms.float32)
-        self.checks_next = self.is_distributed  # If gradients were not reduced, the first update shows it.
+        # If gradients were not reduced, the first update shows it.
+        self.checks_next = self.is_distributed
         self.restart()
 
     def max_micro_batches(self, micro_batches: int) -> int:
         counts = gather_counts("begins a batch", micro_batches)
         if len(set(counts)) > 1:
             raise ValueError(
-                f"For 'GradAccumulation', a network that communicates must have equally many micro batches on all "
-                f"ranks, but got {counts}. Give each rank as many batches, of at least micro_size rows."
+                f"For 'GradAccumulation', a network that communicates must have equally many micro "
+                f"batches on all ranks, but got {counts}. Give each rank as many batches, of at "
+                f"least micro_size rows."
             )
         return micro_batches
 
@@ -155,8 +163,9 @@ class ReducedReducer(DataParallelReducer):
         differ_here = self.accumulates and len(set(self.factors)) > 1
         if differ_here or len(set(hashes)) > 1:
             raise ValueError(
-                f"For '{owner}', the argument 'weight' must be the same for all batches of a window whose means the "
-                f"network adds up, but got {self.factors} on this rank. Differentiate sums and give reduction='sum'."
+                f"For '{owner}', the argument 'weight' must be the same for all batches of a "
+                f"window whose means the network adds up, but got {self.factors} on this rank. "
+                f"Differentiate sums and give reduction='sum'."
             )
 
     def begin_micro_batch(self, is_last: bool) -> None:
@@ -204,6 +213,7 @@ def check_state(owner: str, optimizer: nn.Cell) -> None:
         for item, parameter in zip(value, parameters):
             if item.ndim == parameter.ndim and item.shape != parameter.shape:
                 raise ValueError(
-                    f"For '{owner}', the argument 'optimizer' must be built from the network's shards, but got the "
-                    f"state {item.name!r} of shape {tuple(item.shape)}. Build it after hsdp() has cut the parameters."
+                    f"For '{owner}', the argument 'optimizer' must be built from the network's "
+                    f"shards, but got the state {item.name!r} of shape {tuple(item.shape)}. Build "
+                    f"it after hsdp() has cut the parameters."
                 )

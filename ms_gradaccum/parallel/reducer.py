@@ -17,8 +17,10 @@ class GradientReducer(nn.Cell):
     """Reduce the buffer at the end of a window, before and after the optimizer. This class is for one process."""
 
     is_distributed = False
-    every_batch = False  # True if the ranks communicate in each micro batch and not only in each update.
-    grads_are_reduced = False  # True if the gradients of a micro batch are already reduced over all ranks.
+    # True if the ranks communicate in each micro batch and not only in each update.
+    every_batch = False
+    # True if the gradients of a micro batch are already reduced over all ranks.
+    grads_are_reduced = False
     # True if the network accumulates gradients itself; holds_grads: until the last micro batch of the window.
     accumulates = holds_grads = False
     has_shards = False  # True if the parameters of the network are shards.
@@ -146,7 +148,8 @@ class DataParallelReducer(GradientReducer):
             last, assigned = message(weight, last)
             done += assigned
             if number == 0:
-                weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
+                # For messages of 16 bits, which come later.
+                weight = ops.depend(self.buffer.weight + 0.0, done)
         return done
 
     def check_replicas(self) -> None:
@@ -155,7 +158,8 @@ class DataParallelReducer(GradientReducer):
         ranks = differing_ranks(self.shared())
         if ranks:
             raise RanksDiffer(
-                f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} "
-                f"differ from rank 0. Look for code that changes weights outside the optimizer, or on some ranks alone."
+                f"For 'TrainOneStepCell', the ranks must have the same weights after an update, "
+                f"but ranks {ranks} differ from rank 0. Look for code that changes weights outside "
+                f"the optimizer, or on some ranks alone."
             )
         self.checks_next = self.check_weights

@@ -14,7 +14,10 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 
 
 def stand_in(
-    shard: Parameter, ranks: int, gather_rows: Callable[[Tensor], Tensor], own_rows: Callable[[Array], Array]
+    shard: Parameter,
+    ranks: int,
+    gather_rows: Callable[[Tensor], Tensor],
+    own_rows: Callable[[Array], Array],
 ) -> Parameter:
     """Return a parameter of the whole shape without memory, which checkpoints hold in place of ``shard``.
 
@@ -33,7 +36,9 @@ def stand_in(
         return view
 
     with no_init_parameters():
-        view = Parameter(initializer(_Gathered(gather), shape, shard.dtype), shard.name, shard.requires_grad)
+        view = Parameter(
+            initializer(_Gathered(gather), shape, shard.dtype), shard.name, shard.requires_grad
+        )
     view.gather = gather
     view.set_data = set_data
     view.init_data = whole
@@ -68,7 +73,9 @@ def whole_parameters(
 def gather_when_saved(step: nn.Cell, reducers: Sequence[GradientReducer]) -> None:
     """Make MindSpore's saving, which asks ``step`` for whole parameters, able to gather them."""
     # By name, which another cell may change.
-    gathers = {view.name: view.gather for view in _stand_ins_of(reducers).values() if view is not None}
+    gathers = {
+        view.name: view.gather for view in _stand_ins_of(reducers).values() if view is not None
+    }
     if gathers:  # Without shards of ours, the layouts may be those of MindSpore's compiler.
         # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a
         # reshape. MindSpore leaves out no part where it removes redundancy: all of the group have another one.

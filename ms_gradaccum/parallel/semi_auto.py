@@ -33,6 +33,7 @@ def refuse_partition() -> None:
     """Raise if a step that the host drives is compiled in a graph that will be partitioned."""
     if in_semi_auto():
         raise ValueError(
-            "For 'TrainOneStepCell', the argument 'network' must be a loss cell in AutoParallel, but got AutoParallel "
-            "around it all. Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
+            "For 'TrainOneStepCell', the argument 'network' must be a loss cell in AutoParallel, "
+            "but got AutoParallel around it all. Put AutoParallel inside: "
+            "TrainOneStepCell(AutoParallel(network), optimizer)."
         )

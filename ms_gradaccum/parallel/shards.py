@@ -35,8 +35,9 @@ _HSDP = "HSDP"
 # Names in an optimizer's code which show that it combines several elements, as the gradient clipping does that model
 # zoos put into subclasses of Adam and AdamWeightDecay.
 _WHOLE = frozenset(
-    "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm L2Loss L2Normalize "
-    "sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm svd qr".split()
+    "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm "
+    "L2Loss L2Normalize sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm "
+    "svd qr".split()
 )
 
 
@@ -63,10 +64,14 @@ class WindowShards(DataParallelReducer):
         self.wholes = ParameterTuple(whole[i] for i in sharded)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.own_in_buckets = tuple(of_bucket(self.parameters, bucket) for bucket in layout.sharded)
-        self.assign_wholes = nn.CellList([AssignParts(whole, bucket) for bucket in layout.sharded], auto_prefix=False)
+        self.assign_wholes = nn.CellList(
+            [AssignParts(whole, bucket) for bucket in layout.sharded], auto_prefix=False
+        )
         # Checkpoints leave out the slices of parameters, which are copied from the network's before each update.
         self.stand_ins = dict.fromkeys(map(id, self.own))
-        gather_rows = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
+        gather_rows = Compiled(
+            lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True
+        )
         for shard in (*state, *self.share_sums(sharded)):
             self.stand_ins[id(shard)] = stand_in(shard, size, gather_rows, own_rows)
 
@@ -84,7 +89,10 @@ class WindowShards(DataParallelReducer):
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         # Reduced over all ranks, although each group has all shards, so that every rank gets the same bits.
-        wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.num_groups
+        wholes = (
+            self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares)))
+            / self.num_groups
+        )
         return ops.select(self.is_part, wholes, squares)
 
     def before_update(self) -> Done:
@@ -116,7 +124,9 @@ class BatchShards(WindowShards):
         self.reduce_shards = nn.CellList(messages, auto_prefix=False)
         # The index of each tensor in a list of the parts, in the order of their messages, and then all tensors.
         order = [*itertools.chain(*self.sharded)]
-        self.picked = tuple(order.index(i) if i in order else len(order) + i for i in range(len(self.whole)))
+        self.picked = tuple(
+            order.index(i) if i in order else len(order) + i for i in range(len(self.whole))
+        )
         return [self.buffer.sums[i] for i in sharded]
 
     def max_micro_batches(self, micro_batches: int) -> int:
@@ -152,15 +162,17 @@ def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 def check_shardable(optimizer: nn.Cell) -> None:
     """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
     name = type(optimizer).__name__
-    remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
+    remedy = (
+        "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
+    )
     *outer, last = optimizers_in(optimizer)
     problem = f"has {type(last).__name__} inside" if outer else ""
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         problem = "looks at whole parameters"
     if problem:
         raise ValueError(
-            f"For '{_HSDP}', the argument 'optimizer' must be an optimizer that works element by element, but got "
-            f"{name}, which {problem}. {remedy}"
+            f"For '{_HSDP}', the argument 'optimizer' must be an optimizer that works element by "
+            f"element, but got {name}, which {problem}. {remedy}"
         )
     known = set(map(id, itertools.chain(*_matching(optimizer))))
     for _, cell in optimizer.cells_and_names():
@@ -169,15 +181,16 @@ def check_shardable(optimizer: nn.Cell) -> None:
     for item in all_parameters(optimizer):
         if id(item) not in known and item.size > 1:
             raise ValueError(
-                f"For 'HSDP', the argument 'optimizer' must have states of its parameters' shapes, but got {name} "
-                f"with the state {item.name!r} of shape {tuple(item.shape)}. {remedy}"
+                f"For 'HSDP', the argument 'optimizer' must have states of its parameters' shapes, "
+                f"but got {name} with the state {item.name!r} of shape {tuple(item.shape)}. "
+                f"{remedy}"
             )
     whole = sorted(NetworkCode(optimizer).names & _WHOLE)
     if whole:
         warn(
-            f"For '{_HSDP}', the optimizer must work element by element, but the code of {name} has "
-            f"{', '.join(whole)}, which sees only this rank's rows of sharded parameters. Clip with the step's clip, "
-            f"or use DataParallel() without sync_each_batch."
+            f"For '{_HSDP}', the optimizer must work element by element, but the code of {name} "
+            f"has {', '.join(whole)}, which sees only this rank's rows of sharded parameters. Clip "
+            f"with the step's clip, or use DataParallel() without sync_each_batch."
         )
 
 
@@ -196,7 +209,8 @@ def _shard_optimizer(
 ) -> list[Parameter]:
     """Replace the ``sharded`` parameters and their optimizer state by slices. Return the slices of the state."""
     parameters = {id(parameter) for parameter in optimizer.parameters}
-    slices: dict[int, Parameter] = {}  # A parameter can be in several tuples and must have one slice.
+    # A parameter can be in several tuples and must have one slice.
+    slices: dict[int, Parameter] = {}
     for value in _matching(optimizer):
         for whole in [value[i] for i in sharded]:
             if id(whole) not in slices:

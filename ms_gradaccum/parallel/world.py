@@ -44,8 +44,8 @@ def current_world(owner: str) -> World:
     started = os.getenv("MS_WORKER_NUM", "1")
     if os.getenv("MS_ROLE") == "MS_WORKER" and int(started) > 1:
         raise RuntimeError(
-            f"For '{owner}', the {started} processes of this job must be connected before they train, but init() was "
-            f"not called. Call mindspore.communication.init() first."
+            f"For '{owner}', the {started} processes of this job must be connected before they "
+            f"train, but init() was not called. Call mindspore.communication.init() first."
         )
     return World(0, 1)
 
@@ -75,7 +75,9 @@ def exchange(doing: str, make: Callable[[], object]) -> list[Any]:
     try:
         made = make()
     except Exception as error:
-        kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
+        kind = next(
+            (name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError"
+        )
         gather_values(doing, [None, kind, f"{error}"])
         raise
     everyone = gather_values(doing, [made, None, ""])
@@ -113,7 +115,10 @@ def _gather_pairs(doing: str, first: int, second: int = 0) -> Array:
         # Nobody else knows of it, so that no further message can say what the others do.
         raise RanksDiffer(f"{_UNLIKE} this rank {doing} and another one adds up gradients. {_ALL}")
     if any(received[:, 1] != kind):
-        texts = [each.decode().strip() for each in _gather_bytes(doing.encode(), [_LONGEST] * len(received))]
+        texts = [
+            each.decode().strip()
+            for each in _gather_bytes(doing.encode(), [_LONGEST] * len(received))
+        ]
         rank = unlike_first(texts)[0]
         raise RanksDiffer(f"{_UNLIKE} rank 0 {texts[0]} and rank {rank} {texts[rank]}. {_ALL}")
     return received[:, 2:]
@@ -129,7 +134,9 @@ def _send(words: Array, broadcasts: bool = False) -> Array:
 
 @cache
 def _collective(broadcasts: bool) -> Compiled:
-    return Compiled(lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True)
+    return Compiled(
+        lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True
+    )
 
 
 def unlike_first(values: Sequence[object]) -> list[int]:
@@ -137,7 +144,9 @@ def unlike_first(values: Sequence[object]) -> list[int]:
     return [rank for rank, value in enumerate(values) if repr(value) != repr(values[0])]
 
 
-def check_agreement(owner: str, settings: dict[str, object], doing: str = "builds a training step") -> None:
+def check_agreement(
+    owner: str, settings: dict[str, object], doing: str = "builds a training step"
+) -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
     hashes = gather_values(doing, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if not unlike_first(hashes):
@@ -148,8 +157,9 @@ def check_agreement(owner: str, settings: dict[str, object], doing: str = "build
         others = unlike_first(values)
         if others:
             raise ValueError(
-                f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank 0 and "
-                f"{values[others[0]]} on rank {others[0]}. Start all ranks with the same settings."
+                f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank "
+                f"0 and {values[others[0]]} on rank {others[0]}. Start all ranks with the same "
+                f"settings."
             )
 
 
@@ -187,8 +197,9 @@ def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     counts, widths = _gather_pairs("begins a batch of a GradCacheLoss", len(rows), kind.itemsize).T
     if len(set(widths[counts > 0])) > 1:
         raise ValueError(
-            f"For 'GradCacheLoss', a row of outputs and labels must have the same number of bytes on all ranks, but "
-            f"got {', '.join(map(str, widths))}. Pad their other axes to one length."
+            f"For 'GradCacheLoss', a row of outputs and labels must have the same number of bytes "
+            f"on all ranks, but got {', '.join(map(str, widths))}. Pad their other axes to one "
+            f"length."
         )
     received = b"".join(_gather_bytes(rows.tobytes(), counts.astype(np.int64) * widths))
     whole = [np.ascontiguousarray(np.frombuffer(received, kind)[name]) for name in names]
@@ -207,15 +218,18 @@ def tell_peers(owner: str, world: World) -> None:
     # msrun opens the logs without this flag, so this rank's next lines would overwrite lines that other ranks append.
     fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         before(kind, error, traceback)
         if not issubclass(kind, Exception):
             return
         for log in set(own.parent.glob("worker_*.log")) - {own}:
             with suppress(OSError), log.open("a") as file:
                 file.write(
-                    f"\nFor '{owner}', rank {world.rank} has ended with {kind.__name__}: {first_line(error)} See the "
-                    f"end of {own}; the lines below are consequences of the lost connection.\n"
+                    f"\nFor '{owner}', rank {world.rank} has ended with {kind.__name__}: "
+                    f"{first_line(error)} See the end of {own}; the lines below are consequences "
+                    f"of the lost connection.\n"
                 )
 
     sys.excepthook = hook

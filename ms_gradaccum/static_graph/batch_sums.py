@@ -16,7 +16,10 @@ class BatchSums(nn.Cell):
         self.batch_axis = network.batch_axis
         self.weighted_loss = network.loss_of()
         # One primitive per micro batch, or the compiler would merge them.
-        self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
+        self.cuts = [
+            ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size)
+            for _ in range(self.micro_size)
+        ]
         # These mark the end of each micro batch. With `lazy_inline`, the forward pass is one function for all micro
         # batches: without the marks, the compiler could not tell their backward passes apart.
         marked = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
@@ -41,24 +44,29 @@ class BatchSums(nn.Cell):
             loss_sum = self.joins[i](loss_sum, part_sum)
             weight = part_weight if weight is None else weight + part_weight
         first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
-        return self.add_places(first, self.at_place(ops.stop_gradient(weight), Tensor([0.0, 1.0], ms.float32)))
+        return self.add_places(
+            first, self.at_place(ops.stop_gradient(weight), Tensor([0.0, 1.0], ms.float32))
+        )
 
 
 @primexpr
-def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
+def _cut_bounds(
+    shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int
+) -> tuple[int, tuple[object, ...]]:
     """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
     axes, rows = split_shapes(shapes, batch_axis, micro_size)
     for axis, shape in zip(axes, shapes):
         if axis is not None and shape is not None and axis % len(shape) != 0:
             raise ValueError(
-                f"For 'GradAccumulation', the argument 'batch_axis' must be 0 or None for each input in "
-                f"semi-auto-parallel, but got {axis}. Transpose that input."
+                f"For 'GradAccumulation', the argument 'batch_axis' must be 0 or None for each "
+                f"input in semi-auto-parallel, but got {axis}. Transpose that input."
             )
     count = rows[-1][1]
     if len(rows) != micro_size or count % micro_size != 0:
         raise ValueError(
-            f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
-            f"devices in semi-auto-parallel, but got {micro_size}. Choose another micro_size, or drop the last rows."
+            f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of "
+            f"the batch of all devices in semi-auto-parallel, but got {micro_size}. Choose another "
+            f"micro_size, or drop the last rows."
         )
     bounds = []
     for begin, end in rows:

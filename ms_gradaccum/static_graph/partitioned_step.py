@@ -25,7 +25,12 @@ from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.static_graph.batch_sums import BatchSums
-from ms_gradaccum.static_graph.settings import check_step, compiling, gradient_is_returned, require_partition
+from ms_gradaccum.static_graph.settings import (
+    check_step,
+    compiling,
+    gradient_is_returned,
+    require_partition,
+)
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput, items_of
@@ -42,7 +47,9 @@ class PartitionedStep(Step):
     # A hook on the optimizer would change the graph that the compiler partitions.
     watches_calls = False
 
-    def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings) -> None:
+    def __init__(
+        self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings
+    ) -> None:
         super().__init__(network, settings)
         check_step(
             kind,
@@ -55,7 +62,9 @@ class PartitionedStep(Step):
         self.kind = kind
         self.optimizer = optimizer
         self.sums = BatchSums(network)
-        self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in optimizer.parameters)
+        self.accumulators = ParameterTuple(
+            _accumulator_of(parameter) for parameter in optimizer.parameters
+        )
         self.clip: Clip = settings.clip
         self.learning_rate = LearningRate(optimizer)
         self.progress = OptimizerProgress(optimizer)
@@ -84,7 +93,9 @@ class PartitionedStep(Step):
         before = self.progress.snapshot() if self.progress.may_leave_out else None
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
-        if before is not None and not self.progress.has_updated(before, output.grad_norm, output.learning_rate):
+        if before is not None and not self.progress.has_updated(
+            before, output.grad_norm, output.learning_rate
+        ):
             output = output._replace(updated=Tensor(False))
         if self.events.listeners:
             self.events.update_end(output)
@@ -92,7 +103,10 @@ class PartitionedStep(Step):
             self.events.uncounted.append(output)
         self.last_flags.append((output.overflow, output.updated))
         if len(self.last_flags) == MAX_OVERFLOWS:
-            broken = all(overflow.asnumpy() and not updated.asnumpy() for overflow, updated in self.last_flags)
+            broken = all(
+                overflow.asnumpy() and not updated.asnumpy()
+                for overflow, updated in self.last_flags
+            )
             self.last_flags.clear()
             self.events.count()
             if broken:
@@ -102,8 +116,9 @@ class PartitionedStep(Step):
     def join(self) -> StepOutput:
         """Raise: in semi-auto-parallel a batch belongs to all devices."""
         raise RuntimeError(
-            f"For '{self.events.owner}', all devices must have equally many batches in semi-auto-parallel, but got "
-            f"join() in place of one. Give all devices data of one length, or leave the last batches out."
+            f"For '{self.events.owner}', all devices must have equally many batches in "
+            f"semi-auto-parallel, but got join() in place of one. Give all devices data of one "
+            f"length, or leave the last batches out."
         )
 
     def construct(self, *inputs: object) -> Tensors:
@@ -111,18 +126,30 @@ class PartitionedStep(Step):
         sums = self.sums(*inputs)
         # Differentiate only the loss sum, not the weight beside it.
         loss_scale = self.loss_scale.value()
-        grads = _gradient(self.sums, self.optimizer.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
+        grads = _gradient(self.sums, self.optimizer.parameters)(
+            *inputs, loss_scale * Tensor([1.0, 0.0], ms.float32)
+        )
         weight = sums[1]
         factor = reciprocal(weight)
         # Each device has its part of the mean gradient, in the dtype of the parameter.
-        totals = grads if gradient_is_returned(self.sums.micro_size) else ops.depend(self.accumulators, grads)
-        mean = map_tensors(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.optimizer.parameters)
+        totals = (
+            grads
+            if gradient_is_returned(self.sums.micro_size)
+            else ops.depend(self.accumulators, grads)
+        )
+        mean = map_tensors(
+            ops.partial(_mean_like, self.loss_scale.unscaled(factor)),
+            totals,
+            self.optimizer.parameters,
+        )
         if self.clip.has_one_factor:
             norm = ops.sqrt(ops.addn(map_tensors(_marked_square, mean)))[0]
             clipped_norm = self.clip.norm_after(norm)
         else:
             # A clip by value needs no norm. Both norms for the report go in one message.
-            norms = ops.sqrt(ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM))))
+            norms = ops.sqrt(
+                ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM)))
+            )
             norm, clipped_norm = norms[0, 0], norms[0, 1]
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         learning_rate = self.learning_rate()

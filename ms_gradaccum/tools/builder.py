@@ -14,7 +14,10 @@ from ms_gradaccum.backend.device import arguments_of_set_device
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
-_REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
+_REMEDY = (
+    "Define it with def at the top level of a file, or give its place: 'train.py:build' or "
+    "'module:build'."
+)
 
 
 def _sentence(got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
@@ -57,7 +60,9 @@ class Builder(NamedTuple):
                 module = importlib.import_module(self.place)
         except ModuleNotFoundError as error:
             got = f"'{self.place}:{self.name}' without the module {error.name}"
-            raise ValueError(_sentence(got, "Install it, or add its folder to PYTHONPATH.")) from error
+            raise ValueError(
+                _sentence(got, "Install it, or add its folder to PYTHONPATH.")
+            ) from error
         build = _attribute(module, self.name)
         if not callable(build):
             rule = f"the name of a function of {self.place}"
@@ -74,7 +79,9 @@ def _parse(text: str) -> tuple[str, str]:
         return place, name
     file = Path(place).resolve()
     if not file.is_file():
-        raise ValueError(_sentence(f"{text!r}, whose file is not there", f"It is looked for at {file}."))
+        raise ValueError(
+            _sentence(f"{text!r}, whose file is not there", f"It is looked for at {file}.")
+        )
     return str(file), name
 
 

@@ -13,7 +13,9 @@ from ms_gradaccum.backend.probes import multiply
 from ms_gradaccum.tools.processes import find_msrun
 
 _PACKAGES = "ms_gradaccum mindspore numpy tqdm matplotlib".split()
-_VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
+_VARIABLES = (
+    "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
+)
 
 
 def describe() -> dict[str, str]:

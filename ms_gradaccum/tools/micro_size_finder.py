@@ -53,7 +53,10 @@ class Probe(NamedTuple):
         peak = "ended" if self.peak is None else size_text(self.peak)
         rows = counted(self.rows, "row")
         verdict = "fits" if self.fits else "too much"
-        return f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  {self.seconds:5.1f} s"
+        return (
+            f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  "
+            f"{self.seconds:5.1f} s"
+        )
 
 
 class _OverCap(Exception):
@@ -123,21 +126,22 @@ def find_micro_size(
     """
     if IN_JOB in os.environ:
         raise RuntimeError(
-            f"For '{_OWNER}', the program must not call it when a new process imports the program, but it does. Put "
-            f"the call under: if __name__ == '__main__':"
+            f"For '{_OWNER}', the program must not call it when a new process imports the program, "
+            f"but it does. Put the call under: if __name__ == '__main__':"
         )
     size = current_world(_OWNER).size
     if size > 1:
         raise RuntimeError(
-            f"For '{_OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
-            f"example with python -m ms_gradaccum micro-size, and give all ranks the answer."
+            f"For '{_OWNER}', the search must run in one process, but got a job of {size}. Search "
+            f"before the job, for example with python -m ms_gradaccum micro-size, and give all "
+            f"ranks the answer."
         )
     limit = _check_memory_limit(memory_limit)
     check_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
     if report is not None and not callable(report):
         raise TypeError(
-            f"For '{_OWNER}', the argument 'report' must be a function or None, but got {typed(report)}. For example "
-            f"report=print."
+            f"For '{_OWNER}', the argument 'report' must be a function or None, but got "
+            f"{typed(report)}. For example report=print."
         )
     builder = Builder.of(build)
     last = Measured()
@@ -183,13 +187,14 @@ def _too_little(single: Measured, limit: int) -> str:
         takes = f"at least the {size_text(single.peak)}"
     elif not single.is_killed:
         return (
-            f"For '{_OWNER}', network, optimizer and single rows must fit into this machine, but got no memory for "
-            f"them. Make them smaller."
+            f"For '{_OWNER}', network, optimizer and single rows must fit into this machine, but "
+            f"got no memory for them. Make them smaller."
         )
     return (
-        f"For '{_OWNER}', the argument 'memory_limit' must be {takes} that single rows (micro_size={single.rows}) "
-        f"take, but got {size_text(limit)}. {size_text(single.loaded or 0)} of it are in use before the first row: "
-        f"shrink network, optimizer or batch."
+        f"For '{_OWNER}', the argument 'memory_limit' must be {takes} that single rows "
+        f"(micro_size={single.rows}) take, but got {size_text(limit)}. "
+        f"{size_text(single.loaded or 0)} of it are in use before the first row: shrink network, "
+        f"optimizer or batch."
     )
 
 
@@ -201,7 +206,10 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
 
         def watch() -> None:
             with suppress(psutil.NoSuchProcess):
-                if found.cap is not None and psutil.Process(job.process.pid).memory_info().rss > found.cap:
+                if (
+                    found.cap is not None
+                    and psutil.Process(job.process.pid).memory_info().rss > found.cap
+                ):
                     raise _OverCap
 
         try:
@@ -211,8 +219,8 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
             return found._replace(is_killed=True)
         except TimeoutError:
             raise TimeoutError(
-                f"For '{_OWNER}', the argument 'timeout' must be more than what two windows of micro_size={micro_size} "
-                f"take, but got {timeout:g} s. Give it more time."
+                f"For '{_OWNER}', the argument 'timeout' must be more than what two windows of "
+                f"micro_size={micro_size} take, but got {timeout:g} s. Give it more time."
             ) from None
         except RankError as error:
             if not is_out_of_memory(error.kind, error.text):
@@ -223,7 +231,9 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
             # SIGKILL comes only from the system, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
-                raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said}") from None
+                raise RuntimeError(
+                    f"{must_run} its process ended with {how}. Its last words: {said}"
+                ) from None
     return found
 
 
@@ -234,7 +244,8 @@ def _check_memory_limit(limit: int | str) -> int:
         match = _TEXT.fullmatch(limit)
         if match is None:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'memory_limit' must be a number of bytes, but got {limit!r}. {remedy}"
+                f"For '{_OWNER}', the argument 'memory_limit' must be a number of bytes, but got "
+                f"{limit!r}. {remedy}"
             )
         number, prefix, is_binary = match.groups()
         base = 1024 if is_binary else 1000
@@ -295,8 +306,9 @@ class Training:
         network, optimizer, batch, settings = _parts_of(made)
         if is_semi_auto(network):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be a loss cell of one process, but got one that the "
-                f"compiler partitions, which one process cannot measure. Give the cell inside."
+                f"For '{_OWNER}', the argument 'network' must be a loss cell of one process, but "
+                f"got one that the compiler partitions, which one process cannot measure. Give the "
+                f"cell inside."
             )
         whole = as_grad_accumulation(_OWNER, network)
         if whole.token_limit is not None:
@@ -308,7 +320,9 @@ class Training:
         whole.bind(self.inputs, {})
         network = whole.network
         axis = whole.batch_axis
-        parts = WithFixedNumber(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
+        parts = WithFixedNumber(
+            network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses
+        )
         self.step = TrainOneStepCell(parts, optimizer, **settings)
         self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
         # Cells start in evaluation mode, in which Dropout and BatchNorm take less memory than in training.
@@ -337,6 +351,7 @@ def _parts_of(made: Any) -> tuple[nn.Cell, nn.Cell, Batch, dict[str, Any]]:
     if isinstance(made, tuple):
         got += f" of {len(made)}"
     raise TypeError(
-        f"For '{_OWNER}', the argument 'build' must be a function that returns (network, optimizer, batch) or "
-        f"(network, optimizer, batch, dict), but got {got}. The dict has settings of TrainOneStepCell."
+        f"For '{_OWNER}', the argument 'build' must be a function that returns (network, "
+        f"optimizer, batch) or (network, optimizer, batch, dict), but got {got}. The dict has "
+        f"settings of TrainOneStepCell."
     )

@@ -15,7 +15,10 @@ _COUNTS = {
     "dataset_size": ("It counts the rows of the data.", _MOST_ROWS),
     "batch_size": ("It counts the rows of one batch on one rank.", MAX_INT),
     "ranks": ("It counts the processes; 1 is a single one.", 10**6),
-    "accumulation_steps": ("It counts the batches of one update; 1 means an update per batch.", MAX_INT),
+    "accumulation_steps": (
+        "It counts the batches of one update; 1 means an update per batch.",
+        MAX_INT,
+    ),
     "global_batch": ("It counts the rows of one update on all ranks together.", _MOST_ROWS),
     "epochs": ("It counts the passes over the data.", MAX_INT),
     "steps": ("It counts the batches to train on.", MAX_INT),
@@ -87,15 +90,16 @@ class TrainingPlan:
             per_epoch = rows // self.batch_size
         if per_epoch == 0:
             raise ValueError(
-                f"For '{_OWNER}', the argument 'dataset_size' must be at least one batch of {self.batch_size} rows on "
-                f"each rank, but got {rows} rows on each. Use drop_remainder=False."
+                f"For '{_OWNER}', the argument 'dataset_size' must be at least one batch of "
+                f"{self.batch_size} rows on each rank, but got {rows} rows on each. Use "
+                f"drop_remainder=False."
             )
         batches = self.steps or per_epoch * (self.epochs or 0)
         most = max(per_epoch, batches)
         if most > _MOST_BATCHES:
             raise ValueError(
-                f"For '{_OWNER}', a training must have at most {_MOST_BATCHES} batches on each rank, but got {most}. "
-                f"Plan fewer epochs, or larger batches."
+                f"For '{_OWNER}', a training must have at most {_MOST_BATCHES} batches on each "
+                f"rank, but got {most}. Plan fewer epochs, or larger batches."
             )
         # The number of batches before each pass, and at the end.
         ends = np.arange(0, batches + per_epoch, per_epoch).clip(max=batches)
@@ -117,12 +121,15 @@ class TrainingPlan:
     def __str__(self) -> str:
         window = self.accumulation_steps or 1
         rows = window * self.batch_size * self.ranks
-        epochs = f"{self.batches / self.batches_per_epoch:.4g} of {counted(self.batches_per_epoch, 'batch')}"
+        epochs = (
+            f"{self.batches / self.batches_per_epoch:.4g} of "
+            f"{counted(self.batches_per_epoch, 'batch')}"
+        )
         return (
-            f"data     {self.dataset_size} rows for {counted(self.ranks, 'rank')} in batches of {self.batch_size}\n"
-            f"epochs   {epochs} on each rank: {counted(self.batches, 'batch')}\n"
-            f"window   {counted(window, 'batch')} on each rank: {rows} rows\n"
-            f"updates  {self.updates}: {self.updates_per_epoch} per epoch"
+            f"data     {self.dataset_size} rows for {counted(self.ranks, 'rank')} in batches of "
+            f"{self.batch_size}\nepochs   {epochs} on each rank: "
+            f"{counted(self.batches, 'batch')}\nwindow   {counted(window, 'batch')} on each rank: "
+            f"{rows} rows\nupdates  {self.updates}: {self.updates_per_epoch} per epoch"
         )
 
 
@@ -135,9 +142,12 @@ def _check_settings(plan: TrainingPlan) -> None:
         if plan.epochs is not None:
             got = f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(
-            f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
+            f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it "
+            f"trains."
         )
-    check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
+    check_bool(
+        _OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch()."
+    )
     check_last_window(_OWNER, plan.last_window)
 
 
@@ -149,14 +159,16 @@ def _window_batches(plan: TrainingPlan) -> int:
     rows = plan.batch_size * plan.ranks
     steps = wanted // rows
     if wanted % rows:
-        nearest = " or ".join(f"{rows * n} (accumulation_steps={n})" for n in (steps, steps + 1) if n)
+        nearest = " or ".join(
+            f"{rows * n} (accumulation_steps={n})" for n in (steps, steps + 1) if n
+        )
         raise ValueError(
-            f"For '{_OWNER}', the argument 'global_batch' must be a multiple of batch_size * ranks = {rows}, but got "
-            f"{wanted}. Use {nearest}."
+            f"For '{_OWNER}', the argument 'global_batch' must be a multiple of batch_size * ranks "
+            f"= {rows}, but got {wanted}. Use {nearest}."
         )
     if plan.accumulation_steps not in (None, steps):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'accumulation_steps' must be {steps} for a global_batch of {wanted}, but "
-            f"got {plan.accumulation_steps}. Give one of the two."
+            f"For '{_OWNER}', the argument 'accumulation_steps' must be {steps} for a global_batch "
+            f"of {wanted}, but got {plan.accumulation_steps}. Give one of the two."
         )
     return steps

@@ -25,7 +25,8 @@ from ms_gradaccum._checks import first_line
 
 # The environment variables that msrun sets.
 _JOB_VARIABLES = frozenset(
-    "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
+    "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE "
+    "RANK_TABLE_FILE".split()
 )
 # The environment variable that marks the processes of a job, which must not start further jobs.
 IN_JOB = "MS_GRADACCUM_JOB"
@@ -81,11 +82,17 @@ class Job(ExitStack):
     The ``function``, of a module, takes the ``arguments``, and yields reports. All of them are pickled.
     """
 
-    def __init__(self, count: int, function: Callable[..., Iterable[object]], *arguments: object) -> None:
+    def __init__(
+        self, count: int, function: Callable[..., Iterable[object]], *arguments: object
+    ) -> None:
         super().__init__()
         self.count = count
         self.received = 0  # The number of reports of each rank that `wait` has returned.
-        self.folder = Path(self.enter_context(TemporaryDirectory(prefix="ms_gradaccum_", ignore_cleanup_errors=True)))
+        self.folder = Path(
+            self.enter_context(
+                TemporaryDirectory(prefix="ms_gradaccum_", ignore_cleanup_errors=True)
+            )
+        )
         try:
             (self.folder / "task").write_bytes(pickle.dumps((function, arguments)))
             self.process = self._start()
@@ -99,7 +106,10 @@ class Job(ExitStack):
         inside = str(Path(mindspore.__file__).parent)
         places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
         script = self.folder / "worker.py"
-        program = f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({str(self.folder)!r})\n"
+        program = (
+            f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import "
+            f"serve\nserve({str(self.folder)!r})\n"
+        )
         script.write_text(program)
         settings = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         # The processes are killed at the end, so their temporary files are removed with the folder.
@@ -110,11 +120,15 @@ class Job(ExitStack):
             settings["OMP_NUM_THREADS"] = "1"
             if find_msrun() is None:
                 raise RuntimeError(
-                    f"{self.count} processes must be started by msrun, but it is not in PATH. It is part of MindSpore: "
-                    f"call the command in the environment that has it."
+                    f"{self.count} processes must be started by msrun, but it is not in PATH. It "
+                    f"is part of MindSpore: call the command in the environment that has it."
                 )
             command = ["msrun", f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
-            command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
+            command += [
+                f"--master_port={free_port()}",
+                f"--log_dir={self.folder / 'log'}",
+                "--join=True",
+            ]
         with (self.folder / "msrun.log").open("wb") as log:
             return subprocess.Popen(
                 [*command, str(script)],
@@ -143,7 +157,9 @@ class Job(ExitStack):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait(self, timeout: float, watch: Callable[[], None] = lambda: None, moment: float = _MOMENT) -> list[Any]:
+    def wait(
+        self, timeout: float, watch: Callable[[], None] = lambda: None, moment: float = _MOMENT
+    ) -> list[Any]:
         """Return the next report of each rank. Raise the first RankError, an EndedError or a TimeoutError.
 
         Meanwhile ``watch`` is called every ``moment`` seconds.
@@ -151,7 +167,9 @@ class Job(ExitStack):
         deadline = time.monotonic() + timeout
         while True:
             # Read this first, because a process may report and end in between.
-            has_ended = self.process.poll() is not None or any(map(self._has_ended, range(self.count)))
+            has_ended = self.process.poll() is not None or any(
+                map(self._has_ended, range(self.count))
+            )
             paths = [self.folder / f"report_{self.received}_{rank}" for rank in range(self.count)]
             reports = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
             for report in reports:
@@ -171,7 +189,10 @@ class Job(ExitStack):
         """Return whether the process of a rank is known and has ended."""
         file = self.folder / f"process_{rank}"
         try:
-            return file.exists() and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
+            return (
+                file.exists()
+                and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return True
 

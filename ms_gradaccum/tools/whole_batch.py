@@ -24,12 +24,15 @@ class Run(NamedTuple):
 
     losses: list[float]
     changes: list[Array]  # Of each trainable parameter: its gradient, or how far it has moved.
-    state: dict[int, Array] = {}  # The values of the parameters that forward passes have changed, by their indices.
+    # The values of the parameters that forward passes have changed, by their indices.
+    state: dict[int, Array] = {}
     norms: list[float] = []  # Of the gradient, before clipping.
 
     @property
     def is_finite(self) -> bool:
-        return bool(np.isfinite(self.losses).all()) and all(np.isfinite(change).all() for change in self.changes)
+        return bool(np.isfinite(self.losses).all()) and all(
+            np.isfinite(change).all() for change in self.changes
+        )
 
 
 def relative_differences(a: Run, b: Run) -> dict[str, float]:
@@ -57,7 +60,8 @@ def _of_numbers(a: Sequence[float], b: Sequence[float]) -> float:
 
 def difference(a: Array, b: Array, floor: float = 0.0) -> float:
     """Return the norm of the difference, relative to the larger norm of the two, which is at least ``floor``."""
-    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which counts as different.
+    with np.errstate(invalid="ignore"):
+        # The difference of two Infs is a NaN, which counts as different.
         return relative(norm_of(a - b), max(floor, norm_of(a), norm_of(b)))
 
 
@@ -106,7 +110,8 @@ class WholeBatch:
     def train(self, *tensors: object) -> tuple[float, list[Array]]:
         """Train on a batch. Return its mean loss and its gradient before clipping."""
         if not isinstance(self.step, Compiled):
-            clear_autograd_records()  # MindSpore may divide a gradient by the rows of earlier passes.
+            # MindSpore may divide a gradient by the rows of earlier passes.
+            clear_autograd_records()
         loss = self.step(*tensors)
         return float(loss), [grad.asnumpy().copy() for grad in self.optimizer.kept]
 
@@ -127,11 +132,15 @@ class MeanLoss(nn.Cell):
 class _KeepsGradient(nn.Cell):
     """An optimizer, or none, behind MindSpore's own function for a clip. It keeps the gradient."""
 
-    def __init__(self, parameters: Sequence[Parameter], optimizer: nn.Cell | None, max_norm: float | None) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], optimizer: nn.Cell | None, max_norm: float | None
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.parameters = ParameterTuple(parameters)
         # MindSpore's step could return the gradient, too, but a graph would loop over it, and fail for 1000 parameters.
-        self.kept = ParameterTuple(zeros(f"whole.{i}", each.shape) for i, each in enumerate(parameters))
+        self.kept = ParameterTuple(
+            zeros(f"whole.{i}", each.shape) for i, each in enumerate(parameters)
+        )
         self.optimizer = optimizer
         self.max_norm = max_norm
 

@@ -68,7 +68,8 @@ class _HearsUpdateEnd(Protocol):
 
 # A listener has at least one of the four methods.
 StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin | _HearsUpdateEnd
-_Methods = dict[str, Callable[[StepEvent], None]]  # The methods of a listener, by the name of the event.
+# The methods of a listener, by the name of the event.
+_Methods = dict[str, Callable[[StepEvent], None]]
 
 
 class Events:
@@ -105,8 +106,9 @@ class Events:
         methods = _methods_of(callback)
         if not methods:
             raise TypeError(
-                f"For '{self.owner}', the argument 'callback' must be an object with at least one of the methods "
-                f"{', '.join(NAMES)}, but got {typed(callback)}. Each takes one argument, a StepEvent."
+                f"For '{self.owner}', the argument 'callback' must be an object with at least one "
+                f"of the methods {', '.join(NAMES)}, but got {typed(callback)}. Each takes one "
+                f"argument, a StepEvent."
             )
         self.listeners.append(methods)
         return methods
@@ -139,11 +141,17 @@ class Events:
         self.tell("on_update_end", output=output)
 
     def tell(
-        self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
+        self,
+        name: str,
+        index: int | None = None,
+        rows: int | None = None,
+        output: StepOutput | None = None,
     ) -> None:
         for methods in self.listeners:
             if name in methods:
-                methods[name](StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output))
+                methods[name](
+                    StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
+                )
 
 
 class Extra(nn.Cell):
@@ -197,13 +205,14 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
     """Raise unless a Model's ``train_step`` reports its updates to ``callback``, the argument ``name``."""
     if not isinstance(train_step, Observed):
         raise TypeError(
-            f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
-            f"{type(train_step).__name__}. Import Model from ms_gradaccum."
+            f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got "
+            f"another {type(train_step).__name__}. Import Model from ms_gradaccum."
         )
     if not train_step.events.has_listener(callback):
         raise ValueError(
-            f"For '{owner}', the training step does not report its updates to this callback, because the Model is "
-            f"MindSpore's. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
+            f"For '{owner}', the training step does not report its updates to this callback, "
+            f"because the Model is MindSpore's. Import Model from ms_gradaccum, or call "
+            f"train_step.add_callback({name}) first."
         )
 
 

@@ -25,7 +25,13 @@ from ms_gradaccum.backend.compiled import warn_in_graph
 from ms_gradaccum.backend.mindspore_private import primexpr
 from ms_gradaccum.backend.optimizers import OPTIMIZERS
 from ms_gradaccum.batch.arguments import Args, Kwargs, how_to_name
-from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+from ms_gradaccum.batch.split import (
+    BatchAxis,
+    SplitBatch,
+    check_batch_axis,
+    split_batch,
+    split_shapes,
+)
 from ms_gradaccum.batch.structure import SequenceOf
 from ms_gradaccum.batch.token_limit import Lengths, TokenLimit
 from ms_gradaccum.batch.weighted_loss import Losses, MeanWeight, OwnWeight, RowWeight, WeightedLoss
@@ -38,20 +44,25 @@ _OWNER = "GradAccumulation"
 # Cells of MindSpore that split a batch themselves, and the advice for each.
 _OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
 _SPLIT_THEMSELVES = {
-    **dict.fromkeys(_OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."),
+    **dict.fromkeys(
+        _OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."
+    ),
     "PipelineCell": "Give the cell inside it; only MindSpore's own step trains pipelines.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
 _OTHER_STEP = (
-    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: the gradient is right, but the "
-    "activations of all micro batches stay in memory. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
+    "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: the gradient is "
+    "right, but the activations of all micro batches stay in memory. Write 'from ms_gradaccum "
+    "import Model' (or TrainOneStepCell)."
 )
 _LOSSES_REMEDY = (
-    "'sum' trains the sum of all losses, 'first' only the first; a tuple names the losses after the first, which is "
-    "trained alone."
+    "'sum' trains the sum of all losses, 'first' only the first; a tuple names the losses after "
+    "the first, which is trained alone."
 )
 # What the network returns: a mean over rows, a sum and its weight, or a mean and its weight.
-_WEIGHTED_REMEDY = "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
+_WEIGHTED_REMEDY = (
+    "True is for a network that returns (loss_sum, weight), 'mean' for (loss_mean, weight)."
+)
 Weighted = bool | Literal["mean"]
 
 
@@ -151,7 +162,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             _check_without_tokens(lengths, length_axis)
         else:
             _check_without_size(micro_size, network)
-            self.token_limit = TokenLimit.checked(micro_tokens, lengths, length_axis, self.argument_names)
+            self.token_limit = TokenLimit.checked(
+                micro_tokens, lengths, length_axis, self.argument_names
+            )
             self._obeyed = {}
         refuse_nameless(_OWNER, "micro_size", others)
         self.weighted = _check_weighted(weighted, getattr(network, "returns_weight", False))
@@ -173,13 +186,19 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
 
     def whole_loss_of(self, structure: SequenceOf | None = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
-        kinds: dict[Weighted, type[WeightedLoss]] = {False: RowWeight, True: OwnWeight, "mean": MeanWeight}
+        kinds: dict[Weighted, type[WeightedLoss]] = {
+            False: RowWeight,
+            True: OwnWeight,
+            "mean": MeanWeight,
+        }
         return kinds[self.weighted](self.network, structure, self.losses)
 
     def preparation(self, settings: BatchSettings, like: nn.Cell, reducer: nn.Cell) -> Preparation:
         """Return the work of a step with these settings on a batch before and after its micro steps, as ``like``."""
         if self.needs_all_rows:
-            preparation: Preparation = self.network.preparation(self.batch_axis, settings, like, reducer)
+            preparation: Preparation = self.network.preparation(
+                self.batch_axis, settings, like, reducer
+            )
             return preparation
         return Preparation()
 
@@ -199,7 +218,9 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         settings: dict[str, Any] = {"micro_size": self.micro_size}
         if self.token_limit is not None:
             settings = self.token_limit._asdict()
-        other = type(self)(network, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses, **settings)
+        other = type(self)(
+            network, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses, **settings
+        )
         other.owner = self.owner
         return other
 
@@ -265,8 +286,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"For '{_OWNER}', the inputs do not fit the network's construct{self._signature}: {error}. "
-                f"{how_to_name(self._signature, len(args), kwargs)}"
+                f"For '{_OWNER}', the inputs do not fit the network's construct{self._signature}: "
+                f"{error}. {how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
     def positional(self, args: Args, kwargs: Kwargs) -> Args:
@@ -280,8 +301,8 @@ class GradAccumulation(FrozenAfterInit, nn.Cell):
         if bound.kwargs:
             names = ", ".join(sorted(bound.kwargs))
             raise TypeError(
-                f"For '{_OWNER}', the inputs must be positional arguments of the network's construct, but got "
-                f"the keyword-only {names}. Remove the '*' from its signature."
+                f"For '{_OWNER}', the inputs must be positional arguments of the network's "
+                f"construct, but got the keyword-only {names}. Remove the '*' from its signature."
             )
         return tuple(bound.args)
 
@@ -361,32 +382,37 @@ def _check_inside(network: nn.Cell) -> None:
         for base in type(cell).__mro__:
             if base.__module__.startswith("mindspore.") and base.__name__ in _SPLIT_THEMSELVES:
                 raise ValueError(
-                    f"For '{_OWNER}', the argument 'network' must not split its batches itself, but got MindSpore's "
-                    f"{name}, which returns the sum of its parts' losses. {_SPLIT_THEMSELVES[base.__name__]}"
+                    f"For '{_OWNER}', the argument 'network' must not split its batches itself, "
+                    f"but got MindSpore's {name}, which returns the sum of its parts' losses. "
+                    f"{_SPLIT_THEMSELVES[base.__name__]}"
                 )
         if isinstance(cell, nn.TrainOneStepCell):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {name}, a training step. Give "
-                f"the loss cell inside it."
+                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {name}, a "
+                f"training step. Give the loss cell inside it."
             )
         if isinstance(cell, OPTIMIZERS):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got {type(network).__name__}, which "
-                f"has the optimizer {name}. Give the loss cell inside it, and the optimizer to the step or the Model."
+                f"For '{_OWNER}', the argument 'network' must be a loss cell, but got "
+                f"{type(network).__name__}, which has the optimizer {name}. Give the loss cell "
+                f"inside it, and the optimizer to the step or the Model."
             )
         if isinstance(cell, GradAccumulation):
-            remedy = f"Put it outside: GradAccumulation({type(network).__name__}(...), {cell.micro_size})."
+            remedy = (
+                f"Put it outside: GradAccumulation({type(network).__name__}(...), "
+                f"{cell.micro_size})."
+            )
             if cell is network:
                 remedy = "Use one, with the product of both micro_size."
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must not contain GradAccumulation, but got one in "
-                f"{type(network).__name__}. {remedy}"
+                f"For '{_OWNER}', the argument 'network' must not contain GradAccumulation, but "
+                f"got one in {type(network).__name__}. {remedy}"
             )
         if isinstance(cell, WholeBatchLoss) and not isinstance(network, WholeBatchLoss):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'network' must be the {name} itself, but got {type(network).__name__} "
-                f"around one, which would see each micro batch alone. Move the code around it into its backbone or "
-                f"its loss_fn."
+                f"For '{_OWNER}', the argument 'network' must be the {name} itself, but got "
+                f"{type(network).__name__} around one, which would see each micro batch alone. "
+                f"Move the code around it into its backbone or its loss_fn."
             )
 
 
@@ -396,8 +422,8 @@ def _check_without_tokens(lengths: object, length_axis: object) -> None:
         return
     name = "length_axis" if lengths is None else "lengths"
     raise ValueError(
-        f"For '{_OWNER}', the argument '{name}' must be left out without micro_tokens, but got a value. Give "
-        f"micro_tokens in place of micro_size."
+        f"For '{_OWNER}', the argument '{name}' must be left out without micro_tokens, but got a "
+        f"value. Give micro_tokens in place of micro_size."
     )
 
 
@@ -405,13 +431,15 @@ def _check_without_size(micro_size: object, network: nn.Cell) -> None:
     """Raise for a number of micro batches, or a loss of all rows, together with `micro_tokens`."""
     if micro_size is not None:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'micro_size' must be left out with micro_tokens, but got {micro_size!r}. "
-            f"Give one of the two: micro_tokens determines the number of micro batches."
+            f"For '{_OWNER}', the argument 'micro_size' must be left out with micro_tokens, but "
+            f"got {micro_size!r}. Give one of the two: micro_tokens determines the number of micro "
+            f"batches."
         )
     if isinstance(network, WholeBatchLoss):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'micro_tokens' must be left out for a {type(network).__name__}, whose rows "
-            f"keep their order, but got a value. Give micro_size."
+            f"For '{_OWNER}', the argument 'micro_tokens' must be left out for a "
+            f"{type(network).__name__}, whose rows keep their order, but got a value. Give "
+            f"micro_size."
         )
 
 
@@ -421,7 +449,8 @@ def check_weighted(owner: str, weighted: Weighted, remedy: str) -> Weighted:
         check_type(owner, "weighted", weighted, str, "a bool or 'mean'", remedy)
         if weighted != "mean":
             raise ValueError(
-                f"For '{owner}', the argument 'weighted' must be a bool or 'mean', but got {weighted!r}. {remedy}"
+                f"For '{owner}', the argument 'weighted' must be a bool or 'mean', but got "
+                f"{weighted!r}. {remedy}"
             )
     return weighted
 
@@ -431,8 +460,8 @@ def _check_weighted(weighted: Weighted, returned: Weighted) -> Weighted:
     check_weighted(_OWNER, weighted, _WEIGHTED_REMEDY)
     if weighted and returned and weighted != returned:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, as the network itself declares, but got "
-            f"{weighted!r}. Leave it out."
+            f"For '{_OWNER}', the argument 'weighted' must be {returned!r}, as the network itself "
+            f"declares, but got {weighted!r}. Leave it out."
         )
     return weighted or returned
 
@@ -444,28 +473,37 @@ def _check_losses(losses: Any, weighted: Weighted) -> None:
         names = [name for name in losses if isinstance(name, str) and name]
         if not losses or len(set(names)) < len(losses):
             raise ValueError(
-                f"For '{_OWNER}', the argument 'losses' must have a different name for each scalar after the loss, "
-                f"but got {losses!r}. For example losses=('cls', 'box')."
+                f"For '{_OWNER}', the argument 'losses' must have a different name for each scalar "
+                f"after the loss, but got {losses!r}. For example losses=('cls', 'box')."
             )
         return
     check_choice(_OWNER, "losses", losses, ("sum", "first"), _LOSSES_REMEDY)
     if losses == "sum" and weighted:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'losses' must be None, 'first' or names with weighted={weighted!r}, but got "
-            f"'sum'. A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
+            f"For '{_OWNER}', the argument 'losses' must be None, 'first' or names with "
+            f"weighted={weighted!r}, but got 'sum'. A sum needs one weight: return (sum_1 + factor "
+            f"* sum_2, weight)."
         )
 
 
 _split_shapes = primexpr(split_shapes)
 _NOT_IN_GRAPH = {
-    "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
-    "its tensors one by one.",
-    "cached": "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the step from "
-    "Python, with dataset_sink_mode=False.",
-    "tokens": "micro_tokens cannot be used inside a larger graph, as in data sink mode. Call the step from Python, "
-    "with dataset_sink_mode=False.",
-    "open": "the inputs inside a larger graph must have known shapes, but got an unknown length. Give set_inputs() "
-    "full shapes, or call the training step from Python.",
+    "nested": (
+        "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
+        "or dict. Give its tensors one by one."
+    ),
+    "cached": (
+        "a GradCacheLoss cannot be trained inside a larger graph, as in data sink mode. Call the "
+        "step from Python, with dataset_sink_mode=False."
+    ),
+    "tokens": (
+        "micro_tokens cannot be used inside a larger graph, as in data sink mode. Call the step "
+        "from Python, with dataset_sink_mode=False."
+    ),
+    "open": (
+        "the inputs inside a larger graph must have known shapes, but got an unknown length. Give "
+        "set_inputs() full shapes, or call the training step from Python."
+    ),
 }
 
 

@@ -11,7 +11,13 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum.backend.arithmetic import ONE, Tensors, scale_wide
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, RunRecord, clear_autograd_records, op_by_op
+from ms_gradaccum.backend.compiled import (
+    NOTHING,
+    Compiled,
+    RunRecord,
+    clear_autograd_records,
+    op_by_op,
+)
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.backend.thread_pool import in_thread_pool
@@ -100,7 +106,9 @@ class AddMicroBatch(nn.Cell):
     # True if a micro batch may have the weight 0 and, as a mean over nothing, NaN in its gradient.
     may_be_empty = False
 
-    def __init__(self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool) -> None:
+    def __init__(
+        self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.reducers = nn.CellList(reducers, auto_prefix=False)
         self.buffer = reducers[0].buffer
@@ -130,7 +138,9 @@ class AddMicroBatch(nn.Cell):
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 
-    def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def totals(
+        self, value: Tensor, weight: Tensor, factor: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from the factor of the backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
@@ -138,7 +148,9 @@ class AddMicroBatch(nn.Cell):
             return value, weight, ops.maximum(weight, ONE)
         return value, weight, ONE
 
-    def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
+    def added(
+        self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs
+    ) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
         done: Done = ()
         if self.may_be_empty:
@@ -185,7 +197,9 @@ class AddMicroBatch(nn.Cell):
         done: Done = ()
         for reducer in self.reducers:
             grads = reducer.buffer.no_grads(reducer.replicas(), done)
-            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
+            done = reducer.buffer.add(
+                nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE
+            )
         return done
 
 
@@ -212,7 +226,8 @@ class MicroStep(nn.Cell):
         grads_are_reduced = reducers[0].grads_are_reduced
         # If a loss were divided by its own weight, each rank would have another factor.
         self.micro_loss = MicroLoss(loss, settings.precision, divides=not grads_are_reduced)
-        self.parameters = ParameterTuple(replicas_of(reducers))  # The whole parameters that are updated.
+        # The whole parameters that are updated.
+        self.parameters = ParameterTuple(replicas_of(reducers))
         self.adding = AddMicroBatch(reducers, self.micro_loss, settings.drop_non_finite)
         # Gradients that come reduced are those of all ranks, of which others may have a weight.
         self.adding.may_be_empty = (loss.may_be_empty or is_empty) and not grads_are_reduced
@@ -221,7 +236,9 @@ class MicroStep(nn.Cell):
         if not grads_are_reduced:
             self.backward_start = backward_start_of(loss, self.micro_loss.half, eager)
         self.scales = self.backward_start != "sum" or self.micro_loss.half
-        self.loss_and_grads = ops.value_and_grad(self.micro_loss, None, self.parameters, has_aux=True)
+        self.loss_and_grads = ops.value_and_grad(
+            self.micro_loss, None, self.parameters, has_aux=True
+        )
         self._get_attr_from_cell(loss.network)
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> Tensors:
@@ -250,10 +267,15 @@ class EagerMicroStep:
         self.reducer = cell.adding.reducers[0]
         # Compiled twice for a network that accumulates its own gradients: without them, and with them.
         self.adding = Compiled(
-            lambda: cell.adding, owner, "the sum of the gradients", needs_fixed=self.reducer.accumulates
+            lambda: cell.adding,
+            owner,
+            "the sum of the gradients",
+            needs_fixed=self.reducer.accumulates,
         )
 
-    def begin_batch(self, structure: SequenceOf, micro_batches: int, ends_window: bool = False) -> None:
+    def begin_batch(
+        self, structure: SequenceOf, micro_batches: int, ends_window: bool = False
+    ) -> None:
         loss = self.cell.micro_loss.weighted_loss
         is_mean = loss.counts_rows and not loss.is_prepared and self.cell.backward_start != "sum"
         self.structure = structure
@@ -261,7 +283,9 @@ class EagerMicroStep:
         self.ends_window = ends_window
         self.left = micro_batches
 
-    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None) -> Tensors:
+    def __call__(
+        self, share: Tensor, factor: Tensor, *tensors: Tensor, record: RunRecord | None = None
+    ) -> Tensors:
         if self.forgets_passes:
             clear_autograd_records()
         self.left -= 1
@@ -274,7 +298,8 @@ class EagerMicroStep:
         inputs = values if self.reducer.holds_grads else (*values, *grads)
         outputs: Tensors = self.adding(factor, *inputs, record=record)
         if self.is_whole and not (self.adding.cell.drops or self.adding.cell.may_be_empty):
-            return (values[0], ONE, NOTHING)  # Its mean loss, which is not rounded as a sum that is divided again.
+            # Its mean loss, which is not rounded as a sum that is divided again.
+            return (values[0], ONE, NOTHING)
         return outputs
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> Tensors:

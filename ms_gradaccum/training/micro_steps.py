@@ -33,7 +33,13 @@ from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run, check_not_late
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.micro_step import BackwardStart, EagerMicroStep, MicroStep, Outputs, start_tensors
+from ms_gradaccum.training.micro_step import (
+    BackwardStart,
+    EagerMicroStep,
+    MicroStep,
+    Outputs,
+    start_tensors,
+)
 from ms_gradaccum.training.settings import StepSettings
 
 # The number of cached batch sizes is limited, because they would fill the memory.
@@ -47,7 +53,8 @@ class WindowBatch(NamedTuple):
     args: Args
     kwargs: Kwargs
     is_last: bool = False  # True if it ends its window.
-    weight: float | None = None  # The caller's weight, in place of the rows of a batch that is not split.
+    # The caller's weight, in place of the rows of a batch that is not split.
+    weight: float | None = None
 
 
 class BatchProgress(RunRecord):
@@ -84,8 +91,12 @@ class MicroSteps:
         self.preparation: Preparation = network.preparation(settings, self.cell, reducers[0])
         # The first inputs of a micro step. The keys are the backward start, its rows and the rows of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
-        self.empty_step = Compiled(lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step")
-        self.jit_parts = JitParts([cell for _, cell in network.cells_and_names()], network.get_parameters())
+        self.empty_step = Compiled(
+            lambda: Method(self.cell.adding, "add_nothing"), settings.owner, "the empty step"
+        )
+        self.jit_parts = JitParts(
+            [cell for _, cell in network.cells_and_names()], network.get_parameters()
+        )
 
     @property
     def parameters(self) -> ParameterTuple:
@@ -93,19 +104,29 @@ class MicroSteps:
         return self.cell.parameters
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        return [self.cell, self.empty_step, *self.compiled.values(), *self.preparation.compiled_cells()]
+        return [
+            self.cell,
+            self.empty_step,
+            *self.compiled.values(),
+            *self.preparation.compiled_cells(),
+        ]
 
-    def _step_for(self, split: SplitBatch, is_eager: bool, is_empty: bool) -> Compiled | EagerMicroStep:
+    def _step_for(
+        self, split: SplitBatch, is_eager: bool, is_empty: bool
+    ) -> Compiled | EagerMicroStep:
         """Return the callable that runs the micro batches of a batch."""
         if is_eager:
             if is_empty not in self.eager:
                 lookup = sparse_lookup(self.network)
                 if lookup is not None:
                     raise ValueError(
-                        f"For '{self.settings.owner}', the argument 'network' must have dense gradients in PYNATIVE "
-                        f"mode, but got a sparse lookup in {lookup}. Use nn.Embedding, or give compile=True."
+                        f"For '{self.settings.owner}', the argument 'network' must have dense "
+                        f"gradients in PYNATIVE mode, but got a sparse lookup in {lookup}. Use "
+                        f"nn.Embedding, or give compile=True."
                     )
-                cell = MicroStep(self.network.weighted_loss, self.reducers, self.settings, True, is_empty)
+                cell = MicroStep(
+                    self.network.weighted_loss, self.reducers, self.settings, True, is_empty
+                )
                 self.eager[is_empty] = EagerMicroStep(self.settings.owner, cell)
             return self.eager[is_empty]
         known = self.compiled.get((split.structure, is_empty))
@@ -116,9 +137,9 @@ class MicroSteps:
         name = named_tuple_in(structure)
         if name:
             raise ValueError(
-                f"For '{self.settings.owner}', the argument 'compile' must be None for this batch, but got True and "
-                f"{name}, a NamedTuple, which loses its gradient in a graph. Give a tuple or a dict, or leave compile "
-                f"out."
+                f"For '{self.settings.owner}', the argument 'compile' must be None for this batch, "
+                f"but got True and {name}, a NamedTuple, which loses its gradient in a graph. Give "
+                f"a tuple or a dict, or leave compile out."
             )
         # Several ranks share the cores, and their messages must keep one order.
         is_pooled = not self.reducers[0].is_distributed and thread_pool_is_faster(
@@ -132,7 +153,9 @@ class MicroSteps:
             return like_mode(cell, self.cell)
 
         most_graphs = MAX_FIXED_SHAPES if self.network.token_limit is None else MOST_GRAPHS
-        compiled = Compiled(build, self.settings.owner, "the network", self.network.network, most_fixed=most_graphs)
+        compiled = Compiled(
+            build, self.settings.owner, "the network", self.network.network, most_fixed=most_graphs
+        )
         self.compiled[structure, is_empty] = compiled
         self.advisor.after_build(len(self.compiled))
         return compiled
@@ -174,7 +197,9 @@ class MicroSteps:
         if isinstance(step, EagerMicroStep):
             # After the advisor, which may have measured other rows with this step.
             step.begin_batch(split.structure, len(split.micro_batches), batch.is_last)
-        parts = self._parts_of(split.micro_batches, step.cell.backward_start, batch_rows, batch.weight)
+        parts = self._parts_of(
+            split.micro_batches, step.cell.backward_start, batch_rows, batch.weight
+        )
         outputs = self._run_all(step, parts, inputs, progress)
         if is_seen:
             self.advisor.after_batch(outputs, self.events.updates + self.events.skipped_updates)
@@ -190,7 +215,11 @@ class MicroSteps:
             check_not_late(self.settings.owner, self.network)
 
     def _parts_of(
-        self, micro_batches: Sequence[MicroBatch], start: BackwardStart, batch_rows: float, weight: float | None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        start: BackwardStart,
+        batch_rows: float,
+        weight: float | None,
     ) -> list[MicroBatch]:
         """Return the micro batches with all inputs of a micro step."""
         if weight is not None and start == "batch":
@@ -215,12 +244,19 @@ class MicroSteps:
                 add(rows)
                 return
             # A graph of its own: more shapes would have the training's step compiled for dynamic ones.
-            add(rows, Compiled(step.make_cell, self.settings.owner, "the network", self.network.network))
+            add(
+                rows,
+                Compiled(step.make_cell, self.settings.owner, "the network", self.network.network),
+            )
 
         return Program(add, add_anew, [each.buffer for each in self.reducers])
 
     def _run_all(
-        self, step: Compiled | EagerMicroStep, parts: Sequence[MicroBatch], inputs: Args, progress: BatchProgress
+        self,
+        step: Compiled | EagerMicroStep,
+        parts: Sequence[MicroBatch],
+        inputs: Args,
+        progress: BatchProgress,
     ) -> list[Outputs]:
         """Run each micro batch, tell the listeners, and join the micro batches that only other ranks have."""
         outputs: list[Outputs] = []
@@ -241,7 +277,9 @@ class MicroSteps:
                 self.preparation.check(outputs)
         except BaseException as error:
             self.events.micro_batches = done
-            if isinstance(error, Exception) and not is_out_of_memory(type(error).__name__, f"{error}"):
+            if isinstance(error, Exception) and not is_out_of_memory(
+                type(error).__name__, f"{error}"
+            ):
                 # The rows of a first micro batch that has failed alone.
                 rows_of_first = 0
                 if is_running and not progress.has_run and len(parts) > 1:
@@ -270,6 +308,6 @@ def _check_reduced(settings: StepSettings) -> None:
     ):
         if is_given:
             raise ValueError(
-                f"For '{settings.owner}', the argument '{name}' must be {rule} for a network that reduces its own "
-                f"gradients. Leave it out; convert a network before hsdp() cuts it."
+                f"For '{settings.owner}', the argument '{name}' must be {rule} for a network that "
+                f"reduces its own gradients. Leave it out; convert a network before hsdp() cuts it."
             )

@@ -65,7 +65,8 @@ class RankComparison:
             ranks = unlike_first([its[what] for _, its in everyone])
             if ranks:
                 raise RanksDiffer(
-                    f"For '{self.owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ "
-                    f"from rank 0. Give all optimizers the same numbers; load a checkpoint, add an EMA, step a "
-                    f"scheduler and change parameters on all ranks or on none."
+                    f"For '{self.owner}', the ranks must have the same {what} in an update, but "
+                    f"ranks {ranks} differ from rank 0. Give all optimizers the same numbers; load "
+                    f"a checkpoint, add an EMA, step a scheduler and change parameters on all "
+                    f"ranks or on none."
                 )

@@ -28,8 +28,8 @@ BadMicroBatch = Literal["skip_window", "drop"]  # The type of the argument `bad_
 _Init = TypeVar("_Init", bound=Callable[..., None])
 # The advice for users who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
-    "Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a callback's on_update_end(), or "
-    "write the step as a loop with an Accumulator."
+    "Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a callback's "
+    "on_update_end(), or write the step as a loop with an Accumulator."
 )
 
 
@@ -71,7 +71,8 @@ def takes_options(kind: type) -> Callable[[_Init], _Init]:
         signature = inspect.signature(init)
         own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
         options = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hints[name]) for name in hints
+            Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hints[name])
+            for name in hints
         ]
         shown: Any = init
         shown.__signature__ = signature.replace(parameters=[*own, *options])
@@ -107,7 +108,8 @@ class StepSettings:
         every = {**_DEFAULTS, **options}
         bad_micro_batch = every["bad_micro_batch"]
         remedy = (
-            "'skip_window' skips the update of a window with an Inf or a NaN, 'drop' leaves out only its micro batch."
+            "'skip_window' skips the update of a window with an Inf or a NaN, 'drop' leaves out "
+            "only its micro batch."
         )
         check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy)
         remedy = "False trains without measuring the loss of the first batches."
@@ -129,7 +131,11 @@ class StepSettings:
 
     def of_sums(self) -> dict[str, Any]:
         """Return the settings that `build_reducers` takes."""
-        return {"clip": self.clip, "drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
+        return {
+            "clip": self.clip,
+            "drop_non_finite": self.drop_non_finite,
+            "dtype": self.precision.reduce_dtype,
+        }
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks."""
@@ -147,13 +153,21 @@ def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None
     """Raise unless the further arguments of MindSpore's cell have their default values."""
     is_number = isinstance(sens, (int, float)) and not isinstance(sens, bool)
     if sens is not None and not (is_number and sens == 1):
-        remedy = "For a loss scale give mixed_precision=FixedLossScaleManager(1024.0, False), for example."
+        remedy = (
+            "For a loss scale give mixed_precision=FixedLossScaleManager(1024.0, False), for "
+            "example."
+        )
         if isinstance(sens, nn.Cell):
             remedy = LOSS_INSIDE
         elif is_number and isinstance(sens, int):
             remedy = f"Did you mean accumulation_steps={sens}? {remedy}"
         kind = ValueError if is_number else TypeError
-        raise kind(f"For '{owner}', the argument 'sens' must be None or 1.0, but got {typed(sens)}. {remedy}")
+        raise kind(
+            f"For '{owner}', the argument 'sens' must be None or 1.0, but got {typed(sens)}. "
+            f"{remedy}"
+        )
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     if check_bool(owner, "return_grad", return_grad, remedy):
-        raise ValueError(f"For '{owner}', the argument 'return_grad' must be False, but got True. {remedy}")
+        raise ValueError(
+            f"For '{owner}', the argument 'return_grad' must be False, but got True. {remedy}"
+        )

@@ -54,8 +54,9 @@ class Step(nn.Cell):
         length = self.settings.window_length
         if not length.is_fixed:
             raise ValueError(
-                f"For '{self.owner}', the argument 'accumulation_steps' must be a number in a larger graph and in data "
-                f"sink mode, but got {length.as_text()}. Call the step from Python, or give dataset_sink_mode=False."
+                f"For '{self.owner}', the argument 'accumulation_steps' must be a number in a "
+                f"larger graph and in data sink mode, but got {length.as_text()}. Call the step "
+                f"from Python, or give dataset_sink_mode=False."
             )
 
     def measure_loss(self, batch: Args) -> None:

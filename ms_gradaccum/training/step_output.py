@@ -196,8 +196,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return the loss as a NumPy array."""
         if self.loss is None:
             raise TypeError(
-                "For 'Accumulator', the report has no loss, because the argument 'loss' was not given. Call "
-                "accumulator(grads, weight, loss)."
+                "For 'Accumulator', the report has no loss, because the argument 'loss' was not "
+                "given. Call accumulator(grads, weight, loss)."
             )
         loss: _Loss = self.loss.asnumpy()
         return loss
@@ -206,13 +206,17 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return the loss as a Python number."""
         return float(self)
 
-    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> _Array:
+    def __array__(
+        self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None
+    ) -> _Array:
         return np.array(float(self), dtype)
 
     def __float__(self) -> float:
         return float(self.asnumpy())
 
-    def __array_ufunc__(self, ufunc: object, method: str, *values: object, **settings: object) -> Any:
+    def __array_ufunc__(
+        self, ufunc: object, method: str, *values: object, **settings: object
+    ) -> Any:
         # All operators come here. Never return a tensor: on the left of a sum, a tensor would add to a tuple.
         return getattr(ufunc, method)(*map(_number, values), **settings)
 
@@ -244,7 +248,12 @@ def with_one_norm(outputs: list[StepOutput]) -> list[StepOutput]:
     overflow = any([output.has_overflow for output in outputs])
     if updated:  # The overflow of an update is that of its norm.
         overflow = not math.isfinite(float(norm))
-    common = {"overflow": Tensor(overflow), "updated": Tensor(updated), "grad_norm": norm, "clipped_grad_norm": norm}
+    common = {
+        "overflow": Tensor(overflow),
+        "updated": Tensor(updated),
+        "grad_norm": norm,
+        "clipped_grad_norm": norm,
+    }
     return [output._replace(**common) for output in outputs]
 
 
@@ -254,8 +263,11 @@ def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput
     clipped = outputs[0].clipped_grad_norm
     if has_own_norms and outputs[0].is_updated:
         clipped = _total_norm([output.clipped_grad_norm for output in outputs])
-    updated = Tensor(any([output.is_updated for output in outputs]))  # One of them may have left its update out.
-    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped, updated=updated)
+    # One of them may have left its update out.
+    updated = Tensor(any([output.is_updated for output in outputs]))
+    return outputs[0]._replace(
+        learning_rate=Tensor(rates), clipped_grad_norm=clipped, updated=updated
+    )
 
 
 def _total_norm(norms: list[Tensor]) -> Tensor:

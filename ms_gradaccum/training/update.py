@@ -11,7 +11,13 @@ from ms_gradaccum.backend.arithmetic import cast_each_like, scale, scale_each_in
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.device import has_mint_optimizers
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, jit_parts_of, may_have_branches, needs_call, scale_for
+from ms_gradaccum.backend.optimizers import (
+    all_parameters,
+    jit_parts_of,
+    may_have_branches,
+    needs_call,
+    scale_for,
+)
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import Grads
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -29,7 +35,9 @@ def _look_at(parameter: Tensor) -> Tensor:
 class Update(nn.Cell):
     """Second half of the end of a window: mean gradient, clip, optimizer, clear."""
 
-    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
+    def __init__(
+        self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
         self.reducer = reducer
@@ -61,7 +69,9 @@ class Update(nn.Cell):
         A clip of the program comes after this graph: the sums are then means that are not clipped.
         """
         if self.clip.is_own:
-            return ops.depend(norm, self.scaled(self.loss_scale.unscaled(self.buffer.reciprocal_weight()))), ()
+            return ops.depend(
+                norm, self.scaled(self.loss_scale.unscaled(self.buffer.reciprocal_weight()))
+            ), ()
         clipped_norm, grads = self.gradients(norm, *limit)
         if self.in_place:
             return ops.depend(clipped_norm, grads), ()
@@ -138,7 +148,9 @@ class EagerUpdate:
         self.sums = update.reducer.sums
         self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
-        self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
+        self.mean_gradients = Compiled(
+            lambda: Method(update, "mean_gradients"), owner, "the mean gradient"
+        )
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         self.jit_parts = jit_parts_of(self.optimizer)
         kind = type(self.optimizer)
@@ -148,7 +160,10 @@ class EagerUpdate:
             if kind.__name__ == "AdamW":
                 does = "has no kernel on CPU"
                 remedy = "Use an optimizer of mindspore.nn or mindspore.experimental."
-            warn(f"For '{owner}', {kind.__name__} of mindspore.mint {does}, in MindSpore's own step too. {remedy}")
+            warn(
+                f"For '{owner}', {kind.__name__} of mindspore.mint {does}, in MindSpore's own step "
+                f"too. {remedy}"
+            )
 
     def __call__(self, norm: Tensor, *limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(norm, *limit)

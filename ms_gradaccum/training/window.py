@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, check_saved_list, counted, is_count, is_lost, warn
+from ms_gradaccum._checks import (
+    MAX_INT,
+    State,
+    check_saved,
+    check_saved_list,
+    counted,
+    is_count,
+    is_lost,
+    warn,
+)
 from ms_gradaccum.advice.advisor import AdvisedTraining, Advisor
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
@@ -106,7 +115,9 @@ class Window:
         }
         # A graph does not follow what the program sets in the groups of its optimizer.
         if runs_eagerly(self.settings.compiles):
-            state["groups"] = [plain_state.take_settings(group) for group in groups_of(self.optimizers)]
+            state["groups"] = [
+                plain_state.take_settings(group) for group in groups_of(self.optimizers)
+            ]
         return state
 
     def load_state_dict(self, saved: State) -> None:
@@ -128,8 +139,8 @@ class Window:
         """Add one batch. Return the outputs of its micro steps."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
-                f"For '{self.owner}', a batch began while another one was still running. Hold a lock around each "
-                f"batch, or give each thread its own step and network."
+                f"For '{self.owner}', a batch began while another one was still running. Hold a "
+                f"lock around each batch, or give each thread its own step and network."
             )
         try:
             outputs = self._run_steps(batch)
@@ -157,7 +168,11 @@ class Window:
         """
         if not is_out_of_memory(type(error).__name__, f"{error}"):
             return False
-        if self.reducers[0].every_batch or self.grads_are_reduced or (progress.has_run and self.is_open):
+        if (
+            self.reducers[0].every_batch
+            or self.grads_are_reduced
+            or (progress.has_run and self.is_open)
+        ):
             return False
         before = self.network.micro_size
         if not self.network.split_more(progress.rows):
@@ -166,9 +181,10 @@ class Window:
             for reducer in self.reducers:
                 reducer.buffer.clear()
         warn(
-            f"For '{self.network.owner}', the memory is not enough for {counted(before, 'micro batch')} of a batch of "
-            f"{progress.rows} rows, so from now on each batch has {self.network.micro_size}. Give micro_size="
-            f"{self.network.micro_size} to start with."
+            f"For '{self.network.owner}', the memory is not enough for "
+            f"{counted(before, 'micro batch')} of a batch of {progress.rows} rows, so from now on "
+            f"each batch has {self.network.micro_size}. Give micro_size={self.network.micro_size} "
+            f"to start with."
         )
         self.advisor.after_split_more()
         return True

@@ -11,7 +11,14 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.advice.advisor import SilentAdvisor
 from ms_gradaccum.backend.arithmetic import Tensors
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly, warn_in_graph
+from ms_gradaccum.backend.compiled import (
+    NOTHING,
+    Compiled,
+    Method,
+    like_mode,
+    runs_eagerly,
+    warn_in_graph,
+)
 from ms_gradaccum.backend.device import graphs_can_raise
 from ms_gradaccum.backend.optimizer_progress import OptimizerProgress
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call
@@ -29,15 +36,18 @@ MAX_OVERFLOWS = 100
 def unraised(owner: str) -> str:
     """Return the warning of a graph that cannot raise the error of `broken_gradient`."""
     return (
-        f"For '{owner}', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} windows in a row with "
-        f"an Inf or a NaN do not end the training. Watch the outputs' `overflow`."
+        f"For '{owner}', this device cannot raise errors in a larger graph, so {MAX_OVERFLOWS} "
+        f"windows in a row with an Inf or a NaN do not end the training. Watch the outputs' "
+        f"`overflow`."
     )
 
 
 class WindowReduction(nn.Cell):
     """The first half of the end of a window: reduce the sums over the ranks, and report on them."""
 
-    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
+    def __init__(
+        self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings
+    ) -> None:
         super().__init__(auto_prefix=False)
         owner = settings.owner
         self.reducer = reducer
@@ -46,8 +56,12 @@ class WindowReduction(nn.Cell):
         self.learning_rate = LearningRate(optimizer)
         # The graph contains the learning rate, which is user code, unless the optimizer runs op by op.
         self.compiled_report = Compiled(lambda: Method(self, "report", True), owner, "the report")
-        self.compiled_report_without_rate = Compiled(lambda: Method(self, "report", False), owner, "the report")
-        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
+        self.compiled_report_without_rate = Compiled(
+            lambda: Method(self, "report", False), owner, "the report"
+        )
+        self.compiled_partial_report = Compiled(
+            lambda: Method(self, "partial_report"), owner, "the report"
+        )
 
     def reduce_and_report(self, has_rate: bool, done: Done) -> tuple[Tensor, dict[str, Tensor]]:
         """Reduce the sums. Return True for a loss scale that was too large, and the report by name."""
@@ -92,7 +106,13 @@ class WindowReduction(nn.Cell):
         loss = ops.depend(self.buffer.loss * self.buffer.reciprocal_weight(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         no = Tensor(False)
-        report = {"loss": loss, "overflow": no, "loss_scale": self.loss_scale.value(), "updated": no, "weight": weight}
+        report = {
+            "loss": loss,
+            "overflow": no,
+            "loss_scale": self.loss_scale.value(),
+            "updated": no,
+            "weight": weight,
+        }
         return items_of(report, self.buffer.other_losses_after(done))
 
 
@@ -106,7 +126,9 @@ class WindowEnd(nn.Cell):
     In a larger graph, `construct` runs both halves, and the decision is a branch.
     """
 
-    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
+    def __init__(
+        self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.settings = settings
         self.norm_limit = settings.norm_limit
@@ -115,11 +137,14 @@ class WindowEnd(nn.Cell):
         self.progress = OptimizerProgress(optimizer)
         self.update = Update(optimizer, reducer, settings)
         # In PYNATIVE mode, too, but not a clip of the program.
-        self.compiles = settings.compiles or (compiles_itself(optimizer) and not settings.clip.is_own)
+        self.compiles = settings.compiles or (
+            compiles_itself(optimizer) and not settings.clip.is_own
+        )
         # The updates, each built for the first window that needs it. The keys are the type of the caller's clip, and a
         # flag for an `EagerUpdate`. Without a clip of the caller it is the type of None.
         self.updates: dict[tuple[type, bool], Compiled | EagerUpdate] = {}
-        self.followers: list[Callable[[], None]] = []  # Called after each update that the optimizer has made.
+        # Called after each update that the optimizer has made.
+        self.followers: list[Callable[[], None]] = []
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
@@ -157,7 +182,9 @@ class WindowEnd(nn.Cell):
             else:
                 warn_in_graph(self.message)
         clipped_norm = self.update.keep_storage(clipped_norm)
-        clipped_norm = ops.depend(clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm))
+        clipped_norm = ops.depend(
+            clipped_norm, self.reduction.loss_scale(updated, bad, clipped_norm)
+        )
         if self.progress.may_leave_out:
             updated = self.progress(updated, before, clipped_norm)
         report["updated"] = updated
@@ -182,8 +209,8 @@ class WindowEnd(nn.Cell):
         known = len(self.reducer.parameters)
         if count != known:
             raise ValueError(
-                f"For '{self.settings.owner}', the argument 'optimizer' must keep its {known} parameters, "
-                f"but got {count}. Build a new step after add_param_group()."
+                f"For '{self.settings.owner}', the argument 'optimizer' must keep its {known} "
+                f"parameters, but got {count}. Build a new step after add_param_group()."
             )
         if runs_eagerly(self.compiles):
             is_bad, *items = self.reduction.compiled_report_without_rate(NOTHING)
@@ -256,7 +283,9 @@ class WindowEnds:
         self.reducers = reducers
         self.settings = settings
         self.advisor = advisor
-        self.of_optimizers = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
+        self.of_optimizers = [
+            WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)
+        ]
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         cells: list[nn.Cell | Compiled] = []
@@ -278,7 +307,8 @@ class WindowEnds:
         if len(outputs) > 1:
             outputs = with_one_norm(outputs)
         if len(outputs) > 1 and self.settings.precision.loss_scale.searches:
-            is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))  # Another one may have an overflow.
+            # Another one may have an overflow.
+            is_bad = Tensor(outputs[0].has_overflow or bool(is_bad.asnumpy()))
         limit = self.settings.norm_limit
         if limit.given is not None:
             updated = limit.run(outputs[0].grad_norm, outputs[0].updated)
@@ -319,8 +349,8 @@ class WindowEnds:
             if outputs:
                 warn(
                     f"For '{self.settings.owner}', the update of optimizer {len(outputs) + 1} of "
-                    f"{len(self.of_optimizers)} failed after those before it, and the window is lost. Load an earlier "
-                    f"state."
+                    f"{len(self.of_optimizers)} failed after those before it, and the window is "
+                    f"lost. Load an earlier state."
                 )
             raise
         return outputs
@@ -331,8 +361,8 @@ class WindowEnds:
         weight = float(first.weight.asnumpy())
         if self.reducers[0].is_distributed and weight == -math.inf:
             warn(
-                f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks discard this window. "
-                f"See the log of that rank."
+                f"For '{self.settings.owner}', a batch failed on one of the ranks, so all ranks "
+                f"discard this window. See the log of that rank."
             )
             zero = Tensor(0.0, ms.float32)
             nothing = {
@@ -345,7 +375,9 @@ class WindowEnds:
             outputs = [output._replace(**nothing) for output in window.outputs]
             window = window._replace(outputs=outputs, is_bad=Tensor(False))
         elif first.has_overflow:
-            self.advisor.after_skip(first.weight, first.loss_scale, self.settings.precision.loss_scale.searches)
+            self.advisor.after_skip(
+                first.weight, first.loss_scale, self.settings.precision.loss_scale.searches
+            )
         elif weight > 0:  # Only the limit of the norm is left as a reason.
             self.advisor.after_high_norm(first.grad_norm, self.settings.norm_limit.given)
         else:
@@ -369,7 +401,7 @@ def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, 
 def broken_gradient(owner: str) -> str:
     """Return the error text for a training that makes no more updates."""
     return (
-        f"For '{owner}', the gradient was Inf or NaN in each of the last {MAX_OVERFLOWS} windows, and none of them "
-        f"made an update. The weights are those of the last update. Look for NaN in the data and the loss, lower the "
-        f"learning rate, or use float32."
+        f"For '{owner}', the gradient was Inf or NaN in each of the last {MAX_OVERFLOWS} windows, "
+        f"and none of them made an update. The weights are those of the last update. Look for NaN "
+        f"in the data and the loss, lower the learning rate, or use float32."
     )

@@ -38,7 +38,9 @@ class BySamples:
 
     def __post_init__(self) -> None:
         _check_milestones("BySamples", "steps", self.steps)
-        check_int("BySamples", "batch_size", self.batch_size, "It counts the rows of all processes.")
+        check_int(
+            "BySamples", "batch_size", self.batch_size, "It counts the rows of all processes."
+        )
 
     def steps_at(self, batches: int) -> int:
         """Return the number of batches of a window that begins after so many batches."""
@@ -83,9 +85,10 @@ class WindowLength:
             return check_int(self.owner, f"{self.name}({updates})", self.steps(updates), remedy)
         if epoch is None:
             raise ValueError(
-                f"For '{self.owner}', the argument '{self.name}' counts epochs and needs a Model or a prepared "
-                f"dataset, but got a batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates "
-                f"with a function, or samples with BySamples."
+                f"For '{self.owner}', the argument '{self.name}' counts epochs and needs a Model "
+                f"or a prepared dataset, but got a batch from elsewhere. Loop over "
+                f"accumulator.prepare(dataset), or count updates with a function, or samples with "
+                f"BySamples."
             )
         return _reached(self.steps, epoch)
 
@@ -108,7 +111,8 @@ def check_schedule(owner: str, name: str, schedule: Schedule) -> None:
         _check_milestones(owner, name, schedule)
     elif not (isinstance(schedule, BySamples) or _is_function(schedule)):
         raise TypeError(
-            f"For '{owner}', the argument '{name}' must be {_RULE}, but got {typed(schedule)}. {_example(name)}"
+            f"For '{owner}', the argument '{name}' must be {_RULE}, but got {typed(schedule)}. "
+            f"{_example(name)}"
         )
 
 
@@ -125,12 +129,15 @@ def _check_milestones(owner: str, name: str, milestones: dict[int, int]) -> None
     remedy = _example(name)
     check_type(owner, name, milestones, dict, "a dict", remedy)
     if not milestones:
-        raise ValueError(f"For '{owner}', the argument '{name}' must be {_RULE}, but got an empty dict. {remedy}")
+        raise ValueError(
+            f"For '{owner}', the argument '{name}' must be {_RULE}, but got an empty dict. {remedy}"
+        )
     for key, steps in milestones.items():
         check_type(owner, name, key, int, "a dict with ints as keys", remedy)
         if key < 0:
             raise ValueError(
-                f"For '{owner}', the argument '{name}' must be a dict with keys of at least 0, but got {key}. {remedy}"
+                f"For '{owner}', the argument '{name}' must be a dict with keys of at least 0, but "
+                f"got {key}. {remedy}"
             )
         check_int(owner, f"{name}[{key}]", steps, "It counts the batches of one update.")
 

@@ -71,8 +71,8 @@ class MetricsLogger(StepReporter, Callback):
     ) -> None:
         if log is not None and not callable(log):
             raise TypeError(
-                f"For '{_OWNER}', the argument 'log' must be a function of a dict and a step, or None, but got "
-                f"{typed(log)}. Give wandb.log."
+                f"For '{_OWNER}', the argument 'log' must be a function of a dict and a step, or "
+                f"None, but got {typed(log)}. Give wandb.log."
             )
         super().__init__(train_step, every=every, weight_norm=weight_norm)
         self._epoch: dict[str, float] = {}
@@ -81,7 +81,9 @@ class MetricsLogger(StepReporter, Callback):
         self._file = _JsonLines(path) if is_first else None
         self._log = log if is_first else None
 
-    def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
+    def log(
+        self, output: StepOutput | StepReport | None, **extra: SupportsFloat
+    ) -> StepReport | None:
         """Write the report of an update, and return it; None inside a window.
 
         Args:
@@ -99,8 +101,8 @@ class MetricsLogger(StepReporter, Callback):
             number = _number(value)
             if number is None:
                 raise TypeError(
-                    f"For '{_OWNER}', the argument '{name}' must be a number, but got {typed(value)}. Metrics of "
-                    f"several values take a name for each."
+                    f"For '{_OWNER}', the argument '{name}' must be a number, but got "
+                    f"{typed(value)}. Metrics of several values take a name for each."
                 )
             numbers[name] = number
         self._update = report.update
@@ -148,7 +150,9 @@ class _JsonLines:
 
     def __init__(self, path: object) -> None:
         # Absolute, since the program may change its folder.
-        self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
+        self.path = Path(
+            check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")
+        ).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
         self.has_failed = False
@@ -156,7 +160,9 @@ class _JsonLines:
     def write(self, record: Mapping[str, object]) -> None:
         """Write a line. If the disk is full, warn once."""
         # JSON has no Inf and no NaN.
-        plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
+        plain = json.loads(
+            json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None
+        )
         try:
             with self.path.open("ab") as file:
                 if self._is_torn():
@@ -165,8 +171,8 @@ class _JsonLines:
         except OSError as error:
             if not self.has_failed:
                 warn(
-                    f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, and "
-                    f"reports are missing there."
+                    f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The "
+                    f"training goes on, and reports are missing there."
                 )
             self.has_failed = True
 

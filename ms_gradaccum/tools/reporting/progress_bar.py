@@ -114,8 +114,12 @@ class _Bar(tqdm):
         self.updates_before = 0 if self.events is None else self.events.updates
         self.loss: object = None
         self.last_update: StepOutput | None = None
-        done = (params.cur_epoch_num - 1) * params.batch_num + params.cur_step_num % params.batch_num
-        super().__init__(total=self.epochs * params.batch_num, initial=done, unit="batch", miniters=0, **settings)
+        done = (
+            params.cur_epoch_num - 1
+        ) * params.batch_num + params.cur_step_num % params.batch_num
+        super().__init__(
+            total=self.epochs * params.batch_num, initial=done, unit="batch", miniters=0, **settings
+        )
 
     def step(self, params: Any) -> None:
         """Show the outputs of a step of a Model."""

@@ -35,12 +35,18 @@ def read_run(path: str | PathLike[str]) -> Run:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # A killed program has left it unfinished.
-        if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
+        if (
+            isinstance(record, dict)
+            and record.keys() & {"loss", "grad_norm"}
+            and isinstance(record.get("update"), int)
+        ):
             while reports and next(reversed(reports)) >= record["update"]:
                 reports.popitem()  # A resumed training repeats some updates, a new training all.
             reports[record["update"]] = record
     if not reports:
-        raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
+        raise ValueError(
+            f"There is no report in {path}. Give a file that MetricsLogger has written."
+        )
     return list(reports.values())
 
 
@@ -51,7 +57,8 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            f"Drawing takes the package matplotlib, but got: {error}. Install it with: pip install matplotlib."
+            f"Drawing takes the package matplotlib, but got: {error}. Install it with: pip install "
+            f"matplotlib."
         ) from None
     runs = {str(path): read_run(path) for path in paths}
     panels = {}

@@ -57,7 +57,11 @@ class StepReport:
             items[f"other_loss_{name}"] = loss
         rates = items["learning_rate"]
         if isinstance(rates, tuple):
-            items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
+            items |= {
+                "learning_rate": None,
+                "learning_rate_min": min(rates),
+                "learning_rate_max": max(rates),
+            }
         numbers = {}
         for name, value in items.items():
             if value is not None:
@@ -108,11 +112,15 @@ class StepReporter(FrozenAfterInit):
         network: nn.Cell | None = None,
     ) -> None:
         self.every = check_int(self._owner, "every", every, "1 means a report for each window.")
-        self._has_norm = check_bool(self._owner, "weight_norm", weight_norm, "The default is False.")
+        self._has_norm = check_bool(
+            self._owner, "weight_norm", weight_norm, "The default is False."
+        )
         self._watch(train_step, network)
         self._is_built = True
 
-    def _watch(self, train_step: TrainOneStepCell | Accumulator | None, network: nn.Cell | None = None) -> None:
+    def _watch(
+        self, train_step: TrainOneStepCell | Accumulator | None, network: nn.Cell | None = None
+    ) -> None:
         """Report on this training step from now on; without one, only on outputs."""
         self._window: Window | Step | None = None
         if isinstance(train_step, TrainOneStepCell):
@@ -122,15 +130,17 @@ class StepReporter(FrozenAfterInit):
             self._window = only_of(train_step.windows, network, self._owner, remedy)
         elif train_step is not None:
             raise TypeError(
-                f"For '{self._owner}', the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got "
-                f"{typed(train_step)}. For a Model, give model.train_network."
+                f"For '{self._owner}', the argument 'train_step' must be a TrainOneStepCell or an "
+                f"Accumulator, but got {typed(train_step)}. For a Model, give model.train_network."
             )
         self._train_step = train_step
         self._weight_norm: Compiled | None = None
         # A step that the compiler partitions has no reducers.
         if self._has_norm and self._window is not None and self._window.reducers:
             reducers = self._window.reducers
-            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
+            self._weight_norm = Compiled(
+                lambda: _WeightNorm(reducers), self._owner, "the norm of the weights"
+            )
         self._updates = 0
         self._skipped_updates = 0
         # The time and the weight since the last report, and the number of updates that this reporter did not see.

@@ -41,9 +41,13 @@ def self_test(
 
     ``timeout`` applies to each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
-    device = check_choice(_OWNER, "device", device or this_device(), DEVICES, "By default MindSpore chooses it.")
+    device = check_choice(
+        _OWNER, "device", device or this_device(), DEVICES, "By default MindSpore chooses it."
+    )
     check_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
-    timeout = check_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
+    timeout = check_float(
+        _OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds."
+    )
     start = time.monotonic()
     results: list[Result] = []
     facts: Result = {}
@@ -59,7 +63,11 @@ def self_test(
         begin = start
         for cell, outcome in _outcomes(planned, timeout, tell_cell, facts):
             result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
-            result |= {"processes": cell.size, **outcome._asdict(), "seconds": _seconds_since(begin)}
+            result |= {
+                "processes": cell.size,
+                **outcome._asdict(),
+                "seconds": _seconds_since(begin),
+            }
             results.append(result)
             show(f"{cell.title:72} {outcome.outcome:8}{result['seconds']:6.1f} s  {outcome.said}")
             begin = time.monotonic()

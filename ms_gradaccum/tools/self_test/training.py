@@ -98,7 +98,9 @@ def perceptron() -> nn.SequentialCell:
 def rows_of(number: int, rows: int) -> Arrays:
     """Return the rows of a batch, the same in each call."""
     rng = np.random.default_rng(100 + number)
-    return rng.normal(size=(rows, _INPUTS)).astype(np.float32), rng.normal(size=(rows, _OUTPUTS)).astype(np.float32)
+    return rng.normal(size=(rows, _INPUTS)).astype(np.float32), rng.normal(
+        size=(rows, _OUTPUTS)
+    ).astype(np.float32)
 
 
 def labelled_rows(number: int, rows: int) -> Arrays:
@@ -168,7 +170,9 @@ class Training:
         whole = Run([loss], list(map(np.subtract, values, start)), norms=[total_norm(grads)])
         changes = list(map(np.subtract, values_of(self.network), start))
         last = self.outputs[-1:]
-        window = Run(list(map(float, last)), changes, norms=[float(output.grad_norm) for output in last])
+        window = Run(
+            list(map(float, last)), changes, norms=[float(output.grad_norm) for output in last]
+        )
         found = relative_differences(window, whole)
         worst = max(found, key=lambda name: found[name])
         # The parameters are rounded in each of two updates.
@@ -181,7 +185,9 @@ class Training:
 
     def _joined(self, first: int) -> list[Tensor]:
         """Return the batches of a window as one."""
-        batches = [self.batch(number, self.cell.rows) for number in range(first, first + self.window)]
+        batches = [
+            self.batch(number, self.cell.rows) for number in range(first, first + self.window)
+        ]
         return [Tensor(np.concatenate(arrays)) for arrays in zip(*batches)]
 
 

@@ -13,7 +13,14 @@ from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.self_test.training import Cell, Outcome, SkippedCell, Training, labelled_rows, values_of
+from ms_gradaccum.tools.self_test.training import (
+    Cell,
+    Outcome,
+    SkippedCell,
+    Training,
+    labelled_rows,
+    values_of,
+)
 from ms_gradaccum.training.step_output import StepOutput
 
 _SCALE = 1024.0  # With it, these networks' gradients do not overflow in float16.
@@ -48,7 +55,10 @@ def overflow(cell: Cell) -> Outcome:
         raise ValueError("a window with an Inf in its gradient made an update")
     for output in training.feed(0).outputs:
         if float(output.loss_scale) != _SCALE / 2:
-            raise ValueError(f"after an overflow the scale {_SCALE:g} is {output.loss_scale} where its half is right")
+            raise ValueError(
+                f"after an overflow the scale {_SCALE:g} is {output.loss_scale} where its half is "
+                f"right"
+            )
     return training.feed(1).compared()
 
 
@@ -78,7 +88,9 @@ def one_graph(cell: Cell) -> Outcome:
         return training.compared()
     arrays = tuple(map(np.concatenate, zip(*batches)))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(cell.rows)
-    Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
+    Model(training.step.network, optimizer=training.step.optimizer).train(
+        1, data, dataset_sink_mode=True
+    )
     return training.compared()
 
 
@@ -101,7 +113,9 @@ CELLS = (
     Cell("state saved in mid-window, resumed", resume, mode="PYNATIVE"),
     Cell("data sink mode, on CPU a larger graph", one_graph),
     Cell("clip, windows of 2 batches", clipped, "data parallel"),
-    Cell("loss scale, an overflow on one process", overflow, "data parallel", "float16", "PYNATIVE"),
+    Cell(
+        "loss scale, an overflow on one process", overflow, "data parallel", "float16", "PYNATIVE"
+    ),
     Cell("state of one process resumed", resume_other, "HSDP level1", mode="PYNATIVE"),
     Cell("clip, windows of 2 batches", clipped, "HSDP level2"),
 )

@@ -34,16 +34,24 @@ class Start(Snapshot):
             each.init_parameters_data()
         super().__init__(*networks)
         # If some cells are in training mode, the others were frozen. Otherwise no training has begun.
-        inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
+        inside = (
+            {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
+        )
         trained = [cell.training or id(cell) not in inside for cell in self.cells]
-        self.modes = list(zip(self.cells, trained, [vars(cell).get(STATISTICS) for cell in self.cells]))
+        self.modes = list(
+            zip(self.cells, trained, [vars(cell).get(STATISTICS) for cell in self.cells])
+        )
         parameters = [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
         self.is_16_bit = computes_in_16_bits(parameters, self.cells)
 
     def changed(self) -> dict[int, Array]:
         """Return the values of the parameters that have changed, by their indices among the tensors."""
         tensors = self.tensors.tensors
-        return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
+        return {
+            i: as_array(tensors[i]).copy()
+            for i in self.tensors.changed()
+            if isinstance(tensors[i], Parameter)
+        }
 
     def begin(self, frozen: tuple[type[nn.Cell], ...]) -> None:
         """Restore all except attributes, and set training mode, except for cells that were or are to be ``frozen``."""
@@ -61,19 +69,24 @@ class Experiment:
     network: GradAccumulation
     inputs: tuple[Any, ...]
     start: Start
-    frozen: tuple[type[nn.Cell], ...] = ()  # MindSpore's own cells of these kinds are in evaluation mode.
+    # MindSpore's own cells of these kinds are in evaluation mode.
+    frozen: tuple[type[nn.Cell], ...] = ()
     compiles: bool = False
 
     def __post_init__(self) -> None:
         self.parameters = ParameterTuple(self.network.trainable_params())
         self.split = self.network.split(*self.inputs)
         self.rows = tuple(micro_batch.rows for micro_batch in self.split.micro_batches)
-        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.weighted_loss.room))
+        buffer = GradientBuffer(
+            self.parameters, totals=WindowTotals(other_losses=self.network.weighted_loss.room)
+        )
         self.reducer = GradientReducer(self.parameters, buffer)
         settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
         # The report replaces the warnings about the network.
         advisor = SilentAdvisor(_OWNER, self.network)
-        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER), advisor)
+        self.micro_steps = MicroSteps(
+            self.network, [self.reducer], settings, Events(_OWNER), advisor
+        )
 
     def window(self) -> Run:
         """Run the window like a training step."""
@@ -92,7 +105,13 @@ class Experiment:
         loss = self.network.whole_loss_of(batch.structure)
         if reference is not None:
             loss = RowWeight(reference, batch.structure, self.network.losses)
-        step = WholeBatch(_OWNER, MeanLoss(loss), self.parameters, code=self.network.network, compiles=self.compiles)
+        step = WholeBatch(
+            _OWNER,
+            MeanLoss(loss),
+            self.parameters,
+            code=self.network.network,
+            compiles=self.compiles,
+        )
         self.start.begin(self.frozen)
         loss_value, grads = step.train(*batch.tensors)
         return Run([loss_value], grads, self.start.changed())
@@ -100,5 +119,7 @@ class Experiment:
     def measure(self) -> str:
         """Return the sentence of training's measurement of the loss, or an empty string."""
         self.start.begin(self.frozen)
-        measurement = LossMeasurement(self.network, self.parameters, self.compiles, self.start.is_16_bit)
+        measurement = LossMeasurement(
+            self.network, self.parameters, self.compiles, self.start.is_16_bit
+        )
         return measurement.measure(Rows.parts(self.network, self.inputs, self.split))

@@ -63,7 +63,9 @@ class CompileReport:
         lines = [f"Compiled: {verdict}{faster}."]
         lines += _table(self.parameters, "compiled / op by op")
         if not self.equal and self.parameters:
-            lines.append(f"Loss: {self.compiled_loss:.8g} compiled, {self.eager_loss:.8g} op by op.")
+            lines.append(
+                f"Loss: {self.compiled_loss:.8g} compiled, {self.eager_loss:.8g} op by op."
+            )
         lines += [f"- {cause}" for cause in self.causes]
         return "\n".join(lines)
 
@@ -97,8 +99,13 @@ class VerifyReport:
         differing = sum(entry.differs for entry in self.parameters)
         count = f"{differing} of {total} differ" if differing else f"All {total} equal"
         lines = _table(self.parameters, "window / whole")
-        lines.append(f"{count} (rtol {self.rtol:g}). Micro batches of {', '.join(map(str, self.micro_batches))} rows.")
-        lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
+        lines.append(
+            f"{count} (rtol {self.rtol:g}). Micro batches of "
+            f"{', '.join(map(str, self.micro_batches))} rows."
+        )
+        lines.append(
+            f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch."
+        )
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
         lines += [f"- {cause}" for cause in self.causes]
@@ -107,12 +114,16 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
+def differences(
+    experiment: Experiment, window: Run, whole: Run, rtol: float
+) -> list[ParameterDifference]:
     """Compare two runs parameter by parameter, and return the worst first."""
     start = experiment.start.tensors
     misfits = parameter_differences(window, whole)
     entries = []
-    for parameter, a, b, misfit in zip(experiment.parameters, window.changes, whole.changes, misfits):
+    for parameter, a, b, misfit in zip(
+        experiment.parameters, window.changes, whole.changes, misfits
+    ):
         entries.append(_entry(parameter.name, "gradient", a, b, misfit, rtol))
     for place in sorted(window.state.keys() | whole.state.keys()):
         a = window.state.get(place, start.values[place]).astype(np.float64)
@@ -121,7 +132,9 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
     return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 
-def _entry(name: str, kind: str, window: Array, whole: Array, misfit: float, rtol: float) -> ParameterDifference:
+def _entry(
+    name: str, kind: str, window: Array, whole: Array, misfit: float, rtol: float
+) -> ParameterDifference:
     largest = float(np.abs(window.astype(float) - whole).max(initial=0.0))
     ratio = 1.0
     if norm_of(window) != norm_of(whole):
@@ -137,7 +150,10 @@ def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
     width = max(len("parameter"), *(len(entry.name) for entry in differing[:_SHOWN]))
     lines = [f"{'parameter':{width}}  kind      max difference  relative  {ratio}"]
     for entry in differing[:_SHOWN]:
-        numbers = f"{entry.max_difference:14.3g}  {entry.relative_difference:8.3g}  {entry.norm_ratio:{len(ratio)}.6g}"
+        numbers = (
+            f"{entry.max_difference:14.3g}  {entry.relative_difference:8.3g}  "
+            f"{entry.norm_ratio:{len(ratio)}.6g}"
+        )
         lines.append(f"{entry.name:{width}}  {entry.kind:8}  {numbers}")
     if len(differing) > _SHOWN:
         lines.append(f"... and {len(differing) - _SHOWN} more")

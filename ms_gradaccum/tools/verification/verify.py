@@ -18,21 +18,27 @@ from ms_gradaccum.tools.verification.causes import causes_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
 from ms_gradaccum.tools.whole_batch import Run, largest_difference
-from ms_gradaccum.training.grad_accumulation import GradAccumulation, Weighted, adopted, check_weighted
+from ms_gradaccum.training.grad_accumulation import (
+    GradAccumulation,
+    Weighted,
+    adopted,
+    check_weighted,
+)
 
 _OWNER = "verify"
 _DIFFERS = (
-    "A graph keeps what Python decided in construct when it was compiled (counters, time, draws of random and NumPy), "
-    "does not call HookBackward, and does not change a tensor under its other names (o *= 2). Write this with "
-    "operators of MindSpore, or leave compile out."
+    "A graph keeps what Python decided in construct when it was compiled (counters, time, draws of "
+    "random and NumPy), does not call HookBackward, and does not change a tensor under its other "
+    "names (o *= 2). Write this with operators of MindSpore, or leave compile out."
 )
 _RANDOM = (
-    "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
-    "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
+    "A random operator that is no Dropout layer, or something else that Python reads and that "
+    "differs from run to run: two runs op by op from one start differ, so nothing can be compared. "
+    "Turn it off."
 )
 _UNKNOWN = (
-    "No cause was found. It may be a bprop or a hook that looks at several rows, random numbers, or rounding. Give "
-    "rtol if the difference is small."
+    "No cause was found. It may be a bprop or a hook that looks at several rows, random numbers, "
+    "or rounding. Give rtol if the difference is small."
 )
 
 
@@ -106,8 +112,8 @@ def verify(
     compiles = check_compile(_OWNER, compile)
     if compiles and os.getenv("MS_JIT") == "0":
         raise ValueError(
-            f"For '{_OWNER}', the argument 'compile' must be None where MS_JIT=0 has nothing compiled, but got True. "
-            f"Unset MS_JIT, or leave compile out."
+            f"For '{_OWNER}', the argument 'compile' must be None where MS_JIT=0 has nothing "
+            f"compiled, but got True. Unset MS_JIT, or leave compile out."
         )
     grad_accumulation = _wrapped(network, micro_size, weighted, batch_axis)
     _check_reference(reference, grad_accumulation.network)
@@ -127,7 +133,9 @@ def verify(
         start.put_back()
 
 
-def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch_axis: BatchAxis) -> GradAccumulation:
+def _wrapped(
+    network: nn.Cell, micro_size: int | None, weighted: Weighted, batch_axis: BatchAxis
+) -> GradAccumulation:
     """Wrap a loss cell in a GradAccumulation; return a GradAccumulation itself, if the settings match."""
     network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
@@ -135,16 +143,18 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
     network = adopted(network)
     if isinstance(network, nn.TrainOneStepCell):
         raise ValueError(
-            f"For '{_OWNER}', the argument 'network' must be a GradAccumulation or a loss cell, but got "
-            f"{type(network).__name__}. Give its network."
+            f"For '{_OWNER}', the argument 'network' must be a GradAccumulation or a loss cell, "
+            f"but got {type(network).__name__}. Give its network."
         )
     if not network.trainable_params():
         raise ValueError(
-            f"For '{_OWNER}', the argument 'network' must be one with trainable parameters, but got none. Give the "
-            f"loss cell."
+            f"For '{_OWNER}', the argument 'network' must be one with trainable parameters, but "
+            f"got none. Give the loss cell."
         )
     if not isinstance(network, GradAccumulation):
-        count = check_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
+        count = check_int(
+            _OWNER, "micro_size", micro_size, "It counts the micro batches of one batch."
+        )
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
     if micro_size is not None:
@@ -158,8 +168,8 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: Weighted, batch
         own = getattr(network, name)
         if value not in (own, default):
             raise ValueError(
-                f"For '{_OWNER}', the argument '{name}' must be {default!r} or that of the GradAccumulation, {own!r}, "
-                f"but got {value!r}. {remedy}"
+                f"For '{_OWNER}', the argument '{name}' must be {default!r} or that of the "
+                f"GradAccumulation, {own!r}, but got {value!r}. {remedy}"
             )
     return network
 
@@ -169,11 +179,14 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
         return
     check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
     known = {id(parameter) for parameter in reference.get_parameters()}
-    missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
+    missing = [
+        parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known
+    ]
     if missing:
         raise ValueError(
-            f"For '{_OWNER}', the argument 'reference' must be a loss cell of the parameters of network, but got one "
-            f"without {len(missing)} of them, first {missing[0]!r}. Build it around the same network."
+            f"For '{_OWNER}', the argument 'reference' must be a loss cell of the parameters of "
+            f"network, but got one without {len(missing)} of them, first {missing[0]!r}. Build it "
+            f"around the same network."
         )
 
 
@@ -223,7 +236,9 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     if cause:
         return CompileReport(False, causes=(cause,), speedup=speedup)
     entries = differences(eager, other, first, rtol)
-    is_equal = largest_difference(first, other) <= rtol and not any(entry.differs for entry in entries)
+    is_equal = largest_difference(first, other) <= rtol and not any(
+        entry.differs for entry in entries
+    )
     return CompileReport(
         equal=is_equal,
         parameters=tuple(entries),
