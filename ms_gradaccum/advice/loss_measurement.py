@@ -138,7 +138,9 @@ class LossMeasurement:
             state = None  # What has moved since then, an update may have moved.
         if len(found) > 2:
             found.sort(key=lambda part: part.mean)
-        return self._finding(found[0], found[-1], state)  # Those whose losses differ most.
+        # The smallest loss with the largest one, which differ most, and in later batches with those before it in turn.
+        turn = self.schedule.batches.bit_length() - 1
+        return self._finding(found[0], found[-1 - turn % (len(found) - 1)], state)
 
     def measure(self, parts: list[Rows]) -> str:
         """Measure the micro batches of a batch that no training has run."""
